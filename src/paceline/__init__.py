@@ -1,0 +1,60 @@
+"""Data-parallel training for PyTorch that cannot silently go wrong.
+
+The public names are loaded when they are first used, so that ``import paceline`` and the command line cost
+milliseconds and never touch CUDA.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.errors import LaunchError as LaunchError
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.errors import PeerFailed as PeerFailed
+    from paceline.errors import PeerLost as PeerLost
+    from paceline.errors import RanksDisagree as RanksDisagree
+    from paceline.errors import UnsyncedGradients as UnsyncedGradients
+    from paceline.errors import UnusedParameters as UnusedParameters
+    from paceline.hooks import average as average
+    from paceline.launch.world import World as World
+    from paceline.launch.world import world as world
+    from paceline.replication import Replica as Replica
+    from paceline.replication import accumulate as accumulate
+    from paceline.replication import no_sync as no_sync
+    from paceline.replication import replica as replica
+    from paceline.replication import replicate as replicate
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "paceline.ddp": ["DistributedDataParallel"],
+    "paceline.errors": [
+        "LaunchError",
+        "PacelineError",
+        "PeerFailed",
+        "PeerLost",
+        "RanksDisagree",
+        "UnsyncedGradients",
+        "UnusedParameters",
+    ],
+    "paceline.hooks": ["average"],
+    "paceline.launch.world": ["World", "world"],
+    "paceline.replication": ["Replica", "accumulate", "no_sync", "replica", "replicate"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

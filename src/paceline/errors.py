@@ -1,0 +1,77 @@
+"""Everything paceline raises at run time.
+
+    PacelineError
+    ├── RanksDisagree       the ranks hold different models, plans or steps
+    ├── UnsyncedGradients   optimizer.step() would use gradients that only this rank has
+    ├── UnusedParameters    unused="error", and a rank did not use a parameter
+    ├── PeerFailed          another rank raised; its words are in the message
+    ├── PeerLost            another rank is gone, or does not answer any more
+    └── LaunchError         world() or `paceline run` could not start
+
+A bad argument is a plain ``ValueError`` or ``TypeError`` at the call. Messages say what happened,
+what disagrees by name, and what to do next, and they are the same on every rank that raises.
+"""
+
+from collections.abc import Sequence
+
+
+class PacelineError(RuntimeError):
+    """The root of paceline's exceptions."""
+
+
+class RanksDisagree(PacelineError):
+    """Ranks that have to be alike are not: different models, plans or steps."""
+
+
+class UnsyncedGradients(PacelineError):
+    """An optimizer was about to step on gradients that only this rank has.
+
+    ``parameters`` holds every name; the message shows the first few.
+    """
+
+    def __init__(self, message: str, parameters: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.parameters = tuple(parameters)
+
+
+class UnusedParameters(PacelineError):
+    """A backward left parameters without a gradient on some ranks, and ``unused="error"`` was asked for.
+
+    ``missing`` maps each parameter's name to the ranks that did not use it.
+    """
+
+    def __init__(self, message: str, missing: dict[str, tuple[int, ...]] | None = None) -> None:
+        super().__init__(message)
+        self.missing = dict(missing or {})
+
+
+class PeerFailed(PacelineError):
+    """Another rank raised during this backward. ``rank`` and ``text`` say who and what."""
+
+    def __init__(self, message: str, rank: int = -1, text: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.text = text
+
+
+class PeerLost(PacelineError):
+    """Another rank closed its connection or stayed silent past the time limit. ``rank`` is -1 if unknown."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class LaunchError(PacelineError):
+    """A world could not be started: a half-set environment, or a rendezvous that nobody answers."""
+
+
+def name_some(names: Sequence[str], limit: int = 5) -> str:
+    """Join the first names, and count the rest."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Say ``rank 1`` or ``ranks 0, 1 and 3 more``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + name_some([str(rank) for rank in ranks], limit=8)

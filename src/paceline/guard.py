@@ -1,0 +1,90 @@
+"""The gate before ``optimizer.step()``: nothing steps on gradients that only this rank has.
+
+While all gradients are agreed, the gate costs one look at each replica; only a suspicion looks at parameters.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.errors import UnsyncedGradients, name_some
+from paceline.reducer import Reducer
+
+
+class Guard:
+    """Stands before every torch optimizer of this process while there are replicas to guard."""
+
+    def __init__(self) -> None:
+        self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._handle: Any = None
+
+    def add(self, reducer: Reducer) -> None:
+        """Let no optimizer step on unsynced gradients of this reducer."""
+        self._reducers.add(reducer)
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._on_step)
+
+    def remove(self, reducer: Reducer) -> None:
+        """Stop guarding a reducer."""
+        self._reducers.discard(reducer)
+        if not self._reducers and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Look before each step of any optimizer. Called by torch on the thread that steps."""
+        for reducer in list(self._reducers):
+            check_step(reducer, optimizer)
+
+
+def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer would use gradients that the ranks have not agreed on."""
+    if not reducer.reduced_since_step or not reducer.all_agreed:
+        _refuse_moved(reducer, optimizer)
+        _refuse_local(reducer, optimizer)
+    reducer.reduced_since_step = False
+
+
+def _refuse_local(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
+    suspects = reducer.unsynced()
+    if not suspects:
+        return
+    stepped = _ids(optimizer)
+    names = [name for name, p in suspects.items() if id(p) in stepped and _has_anything(p)]
+    if names:
+        raise UnsyncedGradients(
+            f"step {reducer.step}: optimizer.step() would use gradients that only this rank has: "
+            f"{name_some(names)}. {reducer.why_unsynced()}.",
+            names,
+        )
+
+
+def _refuse_moved(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
+    moved = reducer.moved()
+    if not moved:
+        return
+    stepped = _ids(optimizer)
+    names = [name for name, p in moved.items() if id(p) in stepped and p.grad is not None]
+    if names:
+        raise UnsyncedGradients(
+            f"step {reducer.step}: optimizer.step() would use gradients that were never reduced: "
+            f"{name_some(names)}. These parameters were cast or moved after the model was replicated, and "
+            "torch forgets its hooks then. Move the model first, or detach() and replicate it again.",
+            names,
+        )
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _has_anything(parameter: torch.Tensor) -> bool:
+    """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike
+    everywhere.
+    """
+    return parameter.grad is not None and bool(torch.count_nonzero(parameter.grad.detach()))
+
+
+guard = Guard()

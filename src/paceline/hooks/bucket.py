@@ -1,0 +1,21 @@
+"""What a hook gets to see."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm import Comm, Pending
+
+
+@dataclass(frozen=True)
+class GradBucket:
+    """One bucket on its way out: this rank's gradients, flat, and who they belong to."""
+
+    index: int
+    flat: torch.Tensor
+    parameters: Sequence[torch.Tensor]
+    is_last: bool
+
+
+Hook = Callable[[GradBucket, Comm], Pending]

@@ -1,0 +1,12 @@
+"""Find this process's place in a run, and start runs on this machine.
+
+place        which rank of how many, read from the environment (pure)
+store        the key-value store through which the ranks meet
+world        world(): place, store, device and process group in one object
+run          `paceline run`: start ranks, watch them, stop them
+process      one rank, seen from the launcher
+output       many ranks' lines on one terminal
+report       the words at the end of a run that failed
+store_host   the process that holds the store of a run
+bootstrap    the first thing a rank of `paceline run --drop-in` runs
+"""

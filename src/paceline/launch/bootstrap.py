@@ -1,0 +1,75 @@
+"""Put paceline's class in the place of torch's, then run a script as python would.
+
+    python -P -m paceline.launch.bootstrap script.py args...
+    python -P -m paceline.launch.bootstrap -m module args...
+
+This is what a rank of `paceline run --drop-in` starts with.
+"""
+
+import os
+import runpy
+import sys
+import types
+
+import torch.nn.parallel
+import torch.nn.parallel.distributed
+
+
+def drop_in() -> None:
+    """Make torch's name mean paceline's class, for all code that looks it up from now on."""
+    from paceline.ddp import DistributedDataParallel
+
+    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc, assignment]
+    torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc, assignment]
+
+
+def run_script(script: str, args: list[str]) -> None:
+    """Run a file as ``python script args`` does, in the real ``__main__``."""
+    sys.argv = [script, *args]
+    _put_first_on_path(os.path.dirname(os.path.realpath(script)))
+    if os.path.isdir(script):
+        runpy.run_path(script, run_name="__main__")
+        return
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Run a module as ``python -m name args`` does."""
+    sys.argv = [name, *args]
+    _put_first_on_path(os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _put_first_on_path(folder: str) -> None:
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, folder)
+
+
+def _show_without_our_frames(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    """Print an uncaught exception as if the script had been started by python itself."""
+    ours = (__file__, "<frozen runpy>", runpy.__file__)
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in ours:
+        first = first.tb_next
+    sys.__excepthook__(kind, error, first)
+
+
+def main() -> None:
+    """Do what the command line of this module says."""
+    sys.excepthook = _show_without_our_frames
+    drop_in()
+    if sys.argv[1] == "-m":
+        run_module(sys.argv[2], sys.argv[3:])
+    else:
+        run_script(sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

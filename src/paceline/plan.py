@@ -1,0 +1,198 @@
+"""Where each gradient travels: parameters -> buckets -> slots.
+
+    parameters (registration order)     a  b  c  d  e  f
+    expected arrival (reversed)         f  e  d  c  b  a
+    buckets, in the order they go out   [f e] [d c b] [a]
+                                         │ └ slot: offset and length inside the bucket's flat buffer
+                                         └ small, so that the first collective starts early
+
+Pure: names, shapes and sizes in, buckets and slots out. No process group and no tensor data, so that eager,
+compiled and simulated runs, and every rank, work from the same plan.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the plan knows of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Caps:
+    """How large buckets may get, in bytes: the first ones in order, the last one for all the rest.
+
+    A parameter larger than the cap still travels, in a bucket of its own.
+    """
+
+    nbytes: tuple[int, ...] = (1 * MIB, 25 * MIB)
+
+    def __post_init__(self) -> None:
+        if not self.nbytes or any(cap <= 0 for cap in self.nbytes):
+            raise ValueError(f"bucket caps have to be positive, got {list(self.nbytes)} bytes")
+
+    @classmethod
+    def of_mib(cls, sizes: Iterable[float]) -> "Caps":
+        """Take caps in MiB, as users write them; anything positive is at least one byte."""
+        sizes = list(sizes)
+        bad = [size for size in sizes if not size > 0]
+        if bad or not sizes:
+            raise ValueError(f"bucket sizes are in MiB and have to be greater than 0, got {bad or sizes}")
+        return cls(tuple(max(1, int(min(size, 2**40) * MIB)) for size in sizes))
+
+    def __getitem__(self, index: int) -> int:
+        return self.nbytes[min(index, len(self.nbytes) - 1)]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket. ``parameter`` indexes the registration order."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel as one flat buffer: one device, one dtype."""
+
+    index: int
+    device: torch.device
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets in the order in which every rank sends them."""
+
+    specs: tuple[Spec, ...]
+    buckets: tuple[Bucket, ...]
+    caps: Caps = field(default_factory=Caps)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The parameters in the order in which the plan expects their gradients."""
+        return tuple(slot.parameter for bucket in self.buckets for slot in bucket.slots)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Eight bytes that are equal exactly when two ranks would send the same buckets."""
+        text = "|".join(self.lines())
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+    def lines(self) -> Iterator[str]:
+        """Write the plan down, a line for each bucket and slot."""
+        for bucket in self.buckets:
+            # The device's index may differ between ranks (cuda:0 here, cuda:1 there); its type may not.
+            yield f"bucket {bucket.device.type} {bucket.dtype}"
+            for slot in bucket.slots:
+                spec = self.specs[slot.parameter]
+                yield f"{spec.name} {spec.shape} {spec.strides} {slot.offset}"
+
+    def reordered(self, arrival: Sequence[int]) -> "Plan":
+        """Plan the same parameters again, by the order in which their gradients were seen to arrive.
+
+        Parameters that did not arrive go last, so that they hold up nobody.
+        """
+        planned = set(self.order)
+        seen = dict.fromkeys(index for index in arrival if index in planned)
+        late = (index for index in self.order if index not in seen)
+        return plan_buckets(self.specs, self.caps, order=[*seen, *late])
+
+    def with_late(self, misses: Mapping[int, float], threshold: float = 0.5) -> "Plan":
+        """Move the parameters that missed more than ``threshold`` of the backwards to the end."""
+        late = {index for index, share in misses.items() if share > threshold}
+        if not late:
+            return self
+        on_time = [index for index in self.order if index not in late]
+        return plan_buckets(self.specs, self.caps, order=[*on_time, *(i for i in self.order if i in late)])
+
+    def describe(self) -> str:
+        """Draw the plan as a table."""
+        rows = ["bucket  device  dtype            MiB  parameters"]
+        for bucket in self.buckets:
+            names = [self.specs[slot.parameter].name for slot in bucket.slots]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            dtype = str(bucket.dtype).removeprefix("torch.")
+            size = bucket.nbytes / MIB
+            rows.append(f"{bucket.index:>6}  {bucket.device.type:<6}  {dtype:<12}  {size:>6.2f}  {shown}")
+        return "\n".join(rows)
+
+
+def plan_buckets(
+    specs: Sequence[Spec], caps: Caps | None = None, *, order: Sequence[int] | None = None
+) -> Plan:
+    """Cut parameters into buckets, in ``order`` (default: last registered first, as backward reaches them).
+
+    Only one device and one dtype share a bucket. A bucket is closed before it would outgrow its cap.
+    Parameters that ``order`` does not name, frozen ones, get no slot.
+    """
+    caps = caps or Caps()
+    order = range(len(specs))[::-1] if order is None else order
+    if len(set(order)) != len(order) or not set(order) <= set(range(len(specs))):
+        raise ValueError(
+            f"order has to name parameters 0 to {len(specs) - 1} at most once, got {list(order)[:20]}"
+        )
+    # Buckets go out in the order in which they are expected to be complete.
+    groups = sorted(_cut(specs, caps, order), key=lambda group: group[-1][0])
+    buckets = tuple(_bucket(i, [specs[p] for _, p in g], [p for _, p in g]) for i, g in enumerate(groups))
+    return Plan(tuple(specs), buckets, caps)
+
+
+def _cut(specs: Sequence[Spec], caps: Caps, order: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Yield groups of (position in the order, parameter), each to become a bucket."""
+    open_groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, int]]] = {}
+    filled: dict[tuple[torch.device, torch.dtype], int] = {}
+    closed: dict[tuple[torch.device, torch.dtype], int] = {}
+    for position, parameter in enumerate(order):
+        spec = specs[parameter]
+        kind = (spec.device, spec.dtype)
+        group = open_groups.setdefault(kind, [])
+        if group and filled[kind] + spec.nbytes > caps[closed.get(kind, 0)]:
+            yield group
+            closed[kind] = closed.get(kind, 0) + 1
+            group = open_groups[kind] = []
+        group.append((position, parameter))
+        filled[kind] = spec.nbytes + (filled[kind] if len(group) > 1 else 0)
+    yield from open_groups.values()
+
+
+def _bucket(index: int, specs: Sequence[Spec], parameters: Sequence[int]) -> Bucket:
+    ends = [0]
+    for spec in specs:
+        ends.append(ends[-1] + spec.numel)
+    slots = (Slot(p, start, end - start) for p, (start, end) in zip(parameters, pairwise(ends), strict=True))
+    return Bucket(index, specs[0].device, specs[0].dtype, tuple(slots))

@@ -1,0 +1,304 @@
+"""Watches parameters: the first gradient opens a backward, the engine's callback closes it.
+
+The reducer owns what outlives a backward: the hooks, the plan, the step count, and which gradients are
+local to this rank. Whether a backward is reduced is decided when its first gradient arrives, by what
+surrounds backward().
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.backward import Layout, LocalBackward, Outcome, SyncedBackward, Wiring
+from paceline.errors import PacelineError, PeerFailed, PeerLost
+from paceline.plan import Caps, Plan, Spec, plan_buckets
+from paceline.torch_private import accumulator_of, engine_watch, leaves_below, when_backward_ends
+
+FAILURE_LIMIT = 2000  # characters of an exception's text that travel to the other ranks
+
+Named = tuple[str, torch.nn.Parameter]
+
+
+class Reducer:
+    """Reduces the gradients of some parameters over a comm."""
+
+    def __init__(self, named: Sequence[Named], wiring: Wiring, caps: Caps) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._wiring = wiring
+        self._caps = caps
+        self.step = 0  # reduced backwards that were started, failed ones included
+        self.sync = True  # no_sync() switches it off
+        self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
+        self._local: set[int] = set()  # parameters whose gradient only this rank has
+        self._backward: SyncedBackward | LocalBackward | None = None
+        self._armed = False
+        self._lost: PeerLost | None = None
+        self._plan_is_guess = True
+        self._unused_last: frozenset[int] = frozenset()
+        self._misses: Counter[int] = Counter()
+        self._backwards_on_plan = 0
+        self.reduced_since_step = False  # the guard resets it
+        self._watch()
+        self._set_plan(plan_buckets(self._specs(), caps, order=self._trainable()[::-1]))
+        engine_watch.add(self)
+
+    # ---- the parameters --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        # Frozen parameters too: if one is unfrozen later, its first gradient has to be noticed. The nodes
+        # are kept because the hooks live and die with them.
+        self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
+        self._handles = [node.register_hook(self._on_gradient_of(i)) for i, node in enumerate(self._nodes)]
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+
+    def _on_gradient_of(self, index: int) -> Callable[[Any, Any], None]:
+        def on_gradient(_inputs: Any, _outputs: Any) -> None:
+            """Pass the news on. Called by the autograd thread that has just written the gradient."""
+            backward = self._backward
+            if backward is None:
+                backward = self._open()
+            backward.arrived(index)
+
+        return on_gradient
+
+    def _specs(self) -> list[Spec]:
+        return [spec_of(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
+
+    def _trainable(self) -> list[int]:
+        return [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
+
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self._layout = Layout(plan, self._parameters)
+        planned = set(plan.order)
+        self._left_out = [p for index, p in enumerate(self._parameters) if index not in planned]
+        self._misses.clear()
+        self._backwards_on_plan = 0
+
+    def _notice_changes(self) -> None:
+        """Plan anew if parameters were frozen or unfrozen; every rank does so at the same backward."""
+        frozen = any(not self._parameters[index].requires_grad for index in self._unused_last)
+        if not frozen and not any(parameter.requires_grad for parameter in self._left_out):
+            return
+        trainable = self._trainable()
+        kept = [index for index in self.plan.order if index in set(trainable)]
+        new = [index for index in reversed(trainable) if index not in set(kept)]
+        self._set_plan(plan_buckets(self._specs(), self._caps, order=[*kept, *new]))
+        self._plan_is_guess = True
+
+    # ---- a backward ------------------------------------------------------------------------------
+
+    def _open(self) -> SyncedBackward | LocalBackward:
+        """Start a backward. Called by the hook of its first gradient."""
+        backward = self._start_synced() if self._wants_sync() else LocalBackward(self._local)
+        self._backward = backward
+        self._arm()
+        return backward
+
+    def _start_synced(self, failure: str = "") -> SyncedBackward:
+        if self._lost is not None:
+            raise PeerLost(
+                f"no reduction is possible any more: {self._lost}", self._lost.rank
+            ) from self._lost
+        self._notice_changes()
+        backward = SyncedBackward(
+            self._wiring, self._layout, self.step, self._local, learn=self._plan_is_guess
+        )
+        self._backward = backward
+        with self._noting_lost_peers():
+            backward.open(failure)
+        return backward
+
+    def _wants_sync(self) -> bool:
+        return self.sync and self._micro_batches <= 1
+
+    def _arm(self) -> None:
+        # A callback queued inside a nested backward would fire at the nested end; on_nested_end() queues it
+        # on the outer one instead.
+        self._armed = not engine_watch.nested()
+        if self._armed:
+            when_backward_ends(self._on_backward_end)
+
+    def on_nested_end(self) -> None:
+        """See BackwardListener: from here on the outer backward can be asked to call us at its end."""
+        if self._backward is not None and not self._armed:
+            self._arm()
+
+    def _on_backward_end(self) -> None:
+        """Close the backward. Called by the autograd engine in the streams of backward()'s caller."""
+        if isinstance(self._backward, SyncedBackward):
+            self._finish(self._backward)
+        self._backward = None
+        self._micro_batches = max(0, self._micro_batches - 1)
+
+    def _finish(self, backward: SyncedBackward) -> None:
+        with self._noting_lost_peers():
+            outcome = backward.finish()
+        self.step = backward.step + 1
+        self._local.clear()
+        self.reduced_since_step = True
+        self._learn_from(outcome)
+
+    def reduce_now(self) -> None:
+        """Reduce what is there without a backward. At this point every rank does so, or runs a backward."""
+        backward = self._start_synced()
+        try:
+            self._finish(backward)
+        except BaseException as error:
+            self.on_backward_raised(error, ())
+            raise
+        self._backward = None
+
+    # ---- a backward that raised ------------------------------------------------------------------
+
+    def on_backward_raised(self, error: BaseException, outputs: Iterable[Any]) -> None:
+        """See BackwardListener: settle the matter with the other ranks before the user sees the error."""
+        backward, self._backward = self._backward, None
+        if isinstance(backward, LocalBackward):
+            return
+        if self._lost is not None:
+            self._drop_gradients()
+            return
+        if backward is None and not self._concerns_us(error, outputs):
+            return
+        try:
+            self._tell(backward, f"{type(error).__name__}: {error}"[:FAILURE_LIMIT])
+        except PeerFailed:
+            pass  # another rank has failed as well; this one raises its own exception
+        except Exception as trouble:
+            error.add_note(f"paceline could not tell the other ranks: {trouble}")
+        self._drop_gradients()
+
+    def _tell(self, backward: SyncedBackward | None, failure: str) -> None:
+        with self._noting_lost_peers():
+            if backward is None:
+                backward = self._start_synced(failure)
+            try:
+                backward.abandon(failure)
+            finally:
+                self._backward = None
+                self.step = backward.step + 1
+
+    def _concerns_us(self, error: BaseException, outputs: Iterable[Any]) -> bool:
+        """Tell whether a backward that raised before its first gradient was going to be reduced here."""
+        if isinstance(error, PacelineError) or not self._wants_sync():
+            return False
+        leaves = leaves_below(outputs)
+        return any(id(parameter) in leaves for parameter in self._parameters)
+
+    def _drop_gradients(self) -> None:
+        """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
+        for index in self.plan.order:
+            self._parameters[index].grad = None
+        self._local.clear()
+
+    @contextmanager
+    def _noting_lost_peers(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerLost as lost:
+            self._lost = lost
+            raise
+
+    # ---- the plan gets better --------------------------------------------------------------------
+
+    def _learn_from(self, outcome: Outcome) -> None:
+        """Re-plan from what all ranks know, so that all come to the same plan."""
+        self._unused_last = outcome.missing_everywhere
+        if self._plan_is_guess:
+            self._plan_is_guess = False
+            self._set_plan(self.plan.reordered(outcome.arrival))
+            return
+        self._misses.update(outcome.missing_somewhere)
+        self._backwards_on_plan += 1
+        count = self._backwards_on_plan
+        if self._misses and count >= 8 and count & (count - 1) == 0:
+            better = self.plan.with_late({index: n / count for index, n in self._misses.items()})
+            if better.digest != self.plan.digest:
+                self._set_plan(better)
+
+    # ---- what others ask -------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
+        """Keep the gradients of the backwards inside local to this rank."""
+        before, self.sync = self.sync, self.sync and not enabled
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @contextmanager
+    def accumulate(self, micro_batches: int) -> Iterator[None]:
+        """Reduce in the last of ``micro_batches`` backwards, or when the block ends with fewer."""
+        if self._micro_batches:
+            raise RuntimeError("accumulate() inside accumulate(): end the outer block first")
+        self._micro_batches = micro_batches
+        try:
+            yield
+            left = self._micro_batches
+        finally:
+            self._micro_batches = 0
+        if left and self.sync:
+            self.reduce_now()
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters that are watched, frozen ones included."""
+        return self._parameters
+
+    @property
+    def all_agreed(self) -> bool:
+        """Whether no gradient is local to this rank."""
+        return self._backward is None and not self._local
+
+    def why_unsynced(self) -> str:
+        """Say where unsynced gradients come from, and what helps."""
+        if isinstance(self._backward, SyncedBackward):
+            return "The backward that computes them is still running: step after it"
+        return (
+            "They were computed inside no_sync() or accumulate(): run one backward outside of it before the "
+            "step, or drop them with zero_grad()"
+        )
+
+    def unsynced(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters whose gradients only this rank has."""
+        running = isinstance(self._backward, SyncedBackward)
+        suspects: Iterable[int] = self.plan.order if running else sorted(self._local)
+        return {self._names[i]: p for i in suspects if (p := self._parameters[i]).grad is not None}
+
+    def moved(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that were cast or moved: torch forgets their hooks then."""
+        kinds = zip(self._names, self._parameters, self._kinds, strict=True)
+        return {name: p for name, p, kind in kinds if (p.dtype, p.device) != kind}
+
+    def close(self) -> None:
+        """Take every hook off again."""
+        engine_watch.remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+
+
+def spec_of(name: str, parameter: torch.Tensor) -> Spec:
+    """Describe a parameter to the plan, with the strides that its gradient is going to have."""
+    strides = parameter.stride()
+    if not _fills_its_memory(parameter):
+        strides = torch.empty(parameter.shape, device="meta").stride()
+    return Spec(name, tuple(parameter.shape), parameter.dtype, parameter.device, tuple(strides))
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements lie in one gapless block, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,168 @@
+"""Every private torch name that paceline needs, so that a new torch release breaks one file.
+
+Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
+
+    torch._C._current_graph_task_id            which backward this thread works for; -1 outside of one
+    torch.autograd._engine_run_backward        the Python function through which backward() enters the engine
+    Variable._execution_engine.queue_callback  run a function when the current backward ends
+    torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
+    torch._C._nn.unflatten_dense_tensors       and back, as views
+    ProcessGroup._get_backend, its options._timeout
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Variable
+
+Node = torch.autograd.graph.Node
+
+_DOOR = "_engine_run_backward"
+
+
+def accumulator_of(parameter: torch.Tensor) -> Node:
+    """Return the autograd node that writes ``parameter.grad``; keep it, or its hooks are lost.
+
+    A frozen parameter has one too, in wait: it is switched on for the moment of asking.
+    """
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            node = parameter.expand_as(parameter).grad_fn
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
+    assert node is not None
+    accumulator = node.next_functions[0][0]
+    assert accumulator is not None
+    return accumulator
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run ``callback`` at the end of the backward that this thread works for, in its caller's streams."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Copy tensors behind each other into one new flat tensor."""
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return flat
+
+
+def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """View a flat tensor as contiguous tensors of the given shapes."""
+    views: Sequence[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, like)
+    return views
+
+
+def leaves_below(outputs: Iterable[Any]) -> set[int]:
+    """Return the ``id`` of every leaf tensor that a backward from ``outputs`` would reach.
+
+    Walks the graph: for the failure path only.
+    """
+    nodes = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
+    stack = [node for node in nodes if node is not None]
+    seen, leaves = set(stack), set()
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                stack.append(below)
+    return leaves
+
+
+def backend_of(group: Any, device: str) -> str | None:
+    """Name the backend of a process group that serves a kind of device, if one does."""
+    try:
+        return str(group._get_backend(torch.device(device)).name())
+    except RuntimeError:
+        return None
+
+
+def timeout_of(group: Any, device: torch.device) -> float:
+    """Return how many seconds a process group waits for its slowest rank."""
+    try:
+        limit: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return 1800.0
+    return limit.total_seconds()
+
+
+class BackwardListener(Protocol):
+    """Who wants to know how backwards end."""
+
+    def on_nested_end(self) -> None:
+        """Hear that a backward inside a backward has ended; this thread is back in the outer one."""
+
+    def on_backward_raised(self, error: BaseException, outputs: Sequence[Any]) -> None:
+        """Hear that an outermost backward from ``outputs`` raised, on the thread that had started it."""
+
+
+class _EngineWatch:
+    """Stands at the one Python door of the autograd engine while somebody listens.
+
+    The engine's own callbacks tell when a backward has ended. They stay silent when it raises, and a callback
+    queued inside a nested backward (re-entrant checkpointing) fires at the nested end. Both are visible here.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._depth = threading.local()
+        self.nesting = 0  # nested backwards on all threads: a hint that spares hooks the thread-local look-up
+        self._entry: Callable[..., Any] | None = None
+
+    def add(self, listener: BackwardListener) -> None:
+        self._listeners.add(listener)
+        if self._entry is None:
+            self._entry = getattr(torch.autograd, _DOOR)
+            setattr(torch.autograd, _DOOR, self._run)
+
+    def remove(self, listener: BackwardListener) -> None:
+        self._listeners.discard(listener)
+        # Somebody may have wrapped us in turn; then the door stays ours, and costs nothing.
+        if not self._listeners and getattr(torch.autograd, _DOOR) == self._run:
+            setattr(torch.autograd, _DOOR, self._entry)
+            self._entry = None
+
+    def nested(self) -> bool:
+        """Whether this thread is inside a backward that was started by a backward."""
+        return getattr(self._depth, "value", 0) > 0
+
+    def _run(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._entry is not None
+        if torch._C._current_graph_task_id() != -1:
+            return self._run_nested(outputs, *args, **kwargs)
+        try:
+            return self._entry(outputs, *args, **kwargs)
+        except BaseException as error:
+            # torch.autograd.grad writes no .grad, so its failure is nobody's business here.
+            if kwargs.get("accumulate_grad"):
+                for listener in list(self._listeners):
+                    listener.on_backward_raised(error, outputs)
+            raise
+
+    def _run_nested(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._entry is not None
+        self._depth.value = getattr(self._depth, "value", 0) + 1
+        self.nesting += 1
+        try:
+            result = self._entry(outputs, *args, **kwargs)
+        finally:
+            self.nesting -= 1
+            self._depth.value -= 1
+        if not self._depth.value:
+            for listener in list(self._listeners):
+                listener.on_nested_end()
+        return result
+
+
+engine_watch = _EngineWatch()
