@@ -1,9 +1,8 @@
 """What the examples show in the terminal: one live line while they train, one table at the end."""
 
-import sys
+import os
+import stat
 import time
-
-LIVE = sys.stdout.isatty()
 
 
 class Progress:
@@ -14,6 +13,7 @@ class Progress:
         self.losses: list[float] = []
         self.began = time.monotonic()
         self._next_stand = 0
+        self._live = is_live()
 
     def update(self, done: int, loss: float) -> None:
         """Show the loss and the speed of all ranks after so many steps."""
@@ -27,13 +27,18 @@ class Progress:
         stands = done >= self._next_stand or done == self.steps
         if stands:
             self._next_stand = done + self.steps // 10
-        if stands or LIVE:
-            print(f"\r{line:<70}" if LIVE else line, end="\n" if stands else "", flush=True)
+        if stands or self._live:
+            print(f"\r{line:<70}" if self._live else line, end="\n" if stands else "", flush=True)
 
     def summary(self) -> str:
         """Return the speed over all steps."""
         steps = self.steps - self.first_step
         return f"{self.tokens_per_second:,.0f} tokens/s, {clock(self.seconds)} for {steps} steps"
+
+
+def is_live() -> bool:
+    """Tell whether a line can be redrawn: on a terminal, or through `paceline run`, which does it there."""
+    return os.isatty(1) or stat.S_ISFIFO(os.fstat(1).st_mode)
 
 
 def clock(seconds: float) -> str:

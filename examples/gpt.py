@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+INDENT = "    "  # one character for the model: a tab
 VOCABULARY = 128  # ASCII; every other character becomes "?"
 HEADS = 4
 
@@ -60,12 +61,12 @@ class GPT(nn.Module):
         """Return the prompt and the characters that the model puts behind it."""
         device, context = self.head.weight.device, self.positions.num_embeddings
         generator = torch.Generator(device).manual_seed(0)
-        characters = torch.tensor([list(prompt.encode("ascii"))], device=device)
+        characters = torch.tensor([list(prompt.replace(INDENT, "\t").encode("ascii"))], device=device)
         for _ in range(length):
             logits = self(characters[:, -context:])[:, -1] / 0.7
             chosen = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             characters = torch.cat([characters, chosen], 1)
-        text = bytes(characters[0].tolist()).decode("ascii")
+        text = bytes(characters[0].tolist()).decode("ascii").replace("\t", INDENT)
         return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
@@ -73,7 +74,7 @@ def read_text() -> tuple[Tensor, Tensor]:
     """Return the sources of the standard library: the first 95 % to train on, and the rest, held out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     sources = (file.read_text("utf-8", "replace") for file in sorted(folder.glob("*.py")))
-    text = "".join(sources)[:5_000_000].encode("ascii", "replace")
+    text = "".join(sources).replace(INDENT, "\t")[:5_000_000].encode("ascii", "replace")
     if len(text) < 100_000:
         raise SystemExit(f"no text to train on: {folder} holds only {len(text)} characters of Python source")
     characters = torch.frombuffer(bytearray(text), dtype=torch.uint8)

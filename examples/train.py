@@ -10,7 +10,6 @@ of the rows, and the averaged gradient is the gradient of the whole batch. Rank 
 first steps in one process as well. Ctrl-C saves and stops.
 """
 
-import argparse
 import copy
 import hashlib
 import os
@@ -18,6 +17,7 @@ import pickle
 import signal
 import sys
 import threading
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +34,7 @@ CHECKED_STEPS = 3  # compared with a one-process run
 REPORT_EVERY = 5  # steps
 
 
-def rows_of_step(text: Tensor, step: int, args: argparse.Namespace, rank: int = 0, size: int = 1) -> Tensor:
+def rows_of_step(text: Tensor, step: int, args: Namespace, rank: int = 0, size: int = 1) -> Tensor:
     """Return this rank's rows of a step's global batch: (batch / size, context + 1)."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=generator)
@@ -53,9 +53,7 @@ def take_step(model: GPT, optimizer: Optimizer, rows: Tensor, step: int) -> Tens
     return loss.detach()
 
 
-def one_process_run(
-    model: GPT, optimizer: Optimizer, text: Tensor, steps: range, args: argparse.Namespace
-) -> GPT:
+def one_process_run(model: GPT, optimizer: Optimizer, text: Tensor, steps: range, args: Namespace) -> GPT:
     """Take the same steps on whole global batches in a copy, and return the copy."""
     model, optimizer = copy.deepcopy((model, optimizer))  # the copy of a replica is a plain module
     for step in steps:
@@ -63,7 +61,7 @@ def one_process_run(
     return model
 
 
-def train(args: argparse.Namespace, world: paceline.World) -> int:
+def train(args: Namespace, world: paceline.World) -> int:
     """Train, save and report; return the exit code."""
     leader = world.rank == 0
     text, held_out = (part.to(world.device) for part in read_text())
@@ -91,9 +89,9 @@ def train(args: argparse.Namespace, world: paceline.World) -> int:
 
     if leader:
         save(args, model, optimizer, step + 1)
-    if stop:
-        if leader:
+        if stop:
             print(f"\nstopped after step {step + 1}, saved {args.checkpoint}; --resume goes on from there")
+    if stop:
         return 130
     held_out_loss = evaluate(model, held_out, args, world)
     hashes = [bytes(map(int, row)).hex() for row in gather(hash_of_weights(model), world).tolist()]
@@ -117,7 +115,7 @@ def train(args: argparse.Namespace, world: paceline.World) -> int:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, text: Tensor, args: argparse.Namespace, world: paceline.World) -> float:
+def evaluate(model: GPT, text: Tensor, args: Namespace, world: paceline.World) -> float:
     """Return the loss on twenty batches of a text, each rank doing its share."""
     shares = [rows_of_step(text, step, args, world.rank, world.size) for step in range(20)]
     return gather([model.loss(rows).item() for rows in shares], world).mean().item()
@@ -146,7 +144,7 @@ def hash_of_weights(model: GPT) -> list[int]:
     return list(digest.digest()[:8])
 
 
-def save(args: argparse.Namespace, model: GPT, optimizer: Optimizer, step: int) -> None:
+def save(args: Namespace, model: GPT, optimizer: Optimizer, step: int) -> None:
     """Write the checkpoint; whoever reads it never finds half of one."""
     partial = args.checkpoint.with_name(args.checkpoint.name + ".partial")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -154,7 +152,7 @@ def save(args: argparse.Namespace, model: GPT, optimizer: Optimizer, step: int) 
     os.replace(partial, args.checkpoint)
 
 
-def restore(args: argparse.Namespace, model: GPT, optimizer: Optimizer) -> int:
+def restore(args: Namespace, model: GPT, optimizer: Optimizer) -> int:
     """Load the checkpoint on this rank and return the step to go on from."""
     if not args.checkpoint.is_file():
         raise SystemExit(f"--resume: there is no checkpoint at {args.checkpoint}")
@@ -172,7 +170,7 @@ def restore(args: argparse.Namespace, model: GPT, optimizer: Optimizer) -> int:
     return state["step"]
 
 
-def shape(args: argparse.Namespace) -> dict[str, int]:
+def shape(args: Namespace) -> dict[str, int]:
     """Return the arguments that a resumed run has to share with the first."""
     return {name: getattr(args, name) for name in ("layers", "width", "context", "batch")}
 
@@ -180,13 +178,13 @@ def shape(args: argparse.Namespace) -> dict[str, int]:
 def positive(text: str) -> int:
     """Read a whole number above zero."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+        raise ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def main() -> None:
     """Read the arguments and train in the world this process was started in."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=positive, default=1000, help="train up to this step")
     parser.add_argument("--batch", type=positive, default=32, help="rows in a global batch of all ranks")
     parser.add_argument("--context", type=positive, default=64, help="characters in a row")

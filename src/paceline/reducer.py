@@ -139,7 +139,7 @@ class Reducer:
         with self._noting_lost_peers():
             outcome = backward.finish()
         self.step = backward.step + 1
-        self._local.clear()
+        self._local.difference_update(self.plan.order)
         self.reduced_since_step = True
         self._learn_from(outcome)
 

@@ -276,7 +276,8 @@ class Worker:
 @functools.cache
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD + [name for name in PRELOAD_IF_USED if name in sys.modules])
+    used = [name for name in sys.modules if name in PRELOAD_IF_USED or name.startswith("paceline.")]
+    context.set_forkserver_preload(PRELOAD + used)
     return context
 
 

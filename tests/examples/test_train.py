@@ -20,7 +20,7 @@ def six_steps(start: Starter) -> str:
 
 def value_of(row: str, output: str) -> str:
     """Return what the closing table says in a row."""
-    found = re.findall(rf"{re.escape(row)}  +(.+)", output)
+    found = re.findall(rf"^(?:\[rank 0\] )?{re.escape(row)}  +(.+)", output, re.MULTILINE)
     assert len(found) == 1, f"{len(found)} rows {row!r} in:\n{output}"
     return found[0].strip()
 
@@ -118,7 +118,12 @@ def test_an_interrupt_saves_and_says_where_it_stopped(start: Starter) -> None:
             ("--resume", "--checkpoint", "six.pt", "--steps", "6"),
             "is at step 6; give a larger --steps",
         ),
-        (("--resume", "--checkpoint", "six.pt", "--width", "64"), "this run"),
+        (
+            ("--resume", "--checkpoint", "six.pt", "--width", "64"),
+            "was made with {'layers': 1, 'width': 32",
+        ),
+        (("--resume", "--checkpoint", "broken.pt"), "broken.pt is no checkpoint of this script"),
+        (("--checkpoint", "."), "--checkpoint . is a folder"),
     ],
 )
 @pytest.mark.usefixtures("six_steps")
@@ -130,6 +135,7 @@ def test_a_bad_argument_gets_a_clear_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(start.folder)
+    Path("broken.pt").write_bytes(b"not a checkpoint")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, TINY), *args])
 
@@ -139,6 +145,15 @@ def test_a_bad_argument_gets_a_clear_message(
     said = str(stop.value) + capsys.readouterr().err
     assert stop.value.code != 0
     assert message in said
+
+
+def test_a_batch_that_the_ranks_cannot_share_evenly_is_refused(start: Starter) -> None:
+    command = start.command("paceline run", "train.py", *TINY, "--batch", 3, "--checkpoint", "odd.pt")
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=start.folder, env=start.environment())
+
+    assert done.returncode == 2
+    assert "--batch 3 cannot be split evenly over 2 ranks" in done.stderr
 
 
 def test_the_text_is_python_source_and_a_twentieth_of_it_is_held_out() -> None:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 
@@ -14,7 +15,7 @@ TORCH_SECONDS = 3  # some rows leave a rank of torch's waiting for ever; this bo
 
 
 class Library:
-    """How a library wraps a model. ``arguments`` are torch's; a library leaves out what it needs no word about."""
+    """How a library wraps a model. ``arguments`` are torch's; a library drops those it has no need of."""
 
     name: str
 
@@ -47,6 +48,8 @@ class Replicate(Library):
     def wrap(self, model: nn.Module, *, process_group: Any = None, **arguments: Any) -> nn.Module:
         for flag in ("find_unused_parameters", "static_graph"):  # there is nothing to declare
             arguments.pop(flag, None)
+        if "bucket_cap_mb" in arguments:
+            arguments["bucket_mb"] = arguments.pop("bucket_cap_mb")
         return paceline.replicate(model, group=process_group, **arguments)
 
     def bare(self, wrapped: nn.Module) -> nn.Module:
@@ -65,3 +68,5 @@ class DropIn(Library):
 
 TORCH, REPLICATE, DROP_IN = Torch(), Replicate(), DropIn()
 OURS: Sequence[Library] = (REPLICATE, DROP_IN)
+
+on_both = pytest.mark.parametrize("library", OURS, ids=str)

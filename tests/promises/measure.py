@@ -1,7 +1,7 @@
 """What is measured in a scenario, and the words for it.
 
-Everything here is called by all ranks together and says the same on all of them: the ranks show each other what
-they hold over the default group, which the library under test leaves alone where it may break one.
+Everything here is called by all ranks together and says the same on all of them: the ranks show each other
+what they hold over the default group. Torch's class gets a group of its own, because it may break it.
 """
 
 import copy
@@ -76,7 +76,8 @@ def attempt(action: Callable[[], object]) -> str:
         return ""
     if len(set(told)) == 1:
         return f"every rank raised {told[0]}"
-    return "; ".join(f"rank {rank} {f'raised {text}' if text else 'went on'}" for rank, text in enumerate(told))
+    deeds = (f"raised {text}" if text else "went on" for text in told)
+    return "; ".join(f"rank {rank} {deed}" for rank, deed in enumerate(deeds))
 
 
 def story(chapters: Iterable[tuple[str, str]]) -> str:
@@ -89,7 +90,7 @@ def story(chapters: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {seen}" for seen, names in headings.items())
 
 
-def first_words(error: BaseException, limit: int = 110) -> str:
+def first_words(error: BaseException, limit: int = 140) -> str:
     """Shorten a message to its beginning, without what changes from run to run."""
     lines = str(error).strip().splitlines() or [""]
     text = re.sub(r"\[?\S*/(\w+\.(?:cc|cpp|h|py)):\d+\]?", r"\1", lines[0])

@@ -17,7 +17,8 @@ def observe(id: str, library: Library) -> str:
         try:
             _run(id=id, library=library, folder=folder)
         except RankFailure as failure:
-            end = "; ".join(f"rank {rank} {text.splitlines()[0]}" for rank, text in sorted(failure.texts.items()))
+            ends = sorted(failure.texts.items())
+            end = "; ".join(f"rank {rank} {text.splitlines()[0]}" for rank, text in ends)
         told = [file.read_text() for file in sorted(Path(folder).iterdir())]
     seen = " / ".join(dict.fromkeys(told))
     return "; then ".join(part for part in (seen, end) if part)

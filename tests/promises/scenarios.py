@@ -1,7 +1,7 @@
 """The situations of the promise matrix, each runnable on any of the libraries.
 
-A scenario runs on every rank of a Gloo group and says in one short sentence what was seen. It measures: nothing in
-here knows what a library is supposed to do.
+A scenario runs on every rank of a Gloo group and says in one short sentence what was seen. It measures: nothing
+in here knows what a library is supposed to do.
 """
 
 import copy
@@ -27,7 +27,6 @@ from tests.promises.measure import (
     LOCAL,
     attempt,
     batch,
-    first_words,
     gather,
     gradients,
     reference,
@@ -48,7 +47,7 @@ def loss_of(model: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor
     return model(x).square().mean()
 
 
-# ---- A: what a loss misses --------------------------------------------------------------------------------------
+# ---- A: what a loss misses ---------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -111,15 +110,20 @@ def flipping_route(step: int) -> Route:
 
 
 def a2_flipping_use(library: Library) -> str:
-    routes = [flipping_route(step) for step in range(4)]
+    return story((flag, flipping_steps(library, flag == "with it")) for flag in ("without a flag", "with it"))
+
+
+def flipping_steps(library: Library, search: bool, steps: int = 4) -> str:
+    """Train along routes that flip, and count the searches for unused parameters."""
+    routes = [flipping_route(step) for step in range(steps)]
     with counting_graph_walks() as walks:
-        seen = story(branching_steps(library, routes, find_unused_parameters=True))
-    return f"{seen}; {walks()} graph walks in 4 steps"
+        seen = story(branching_steps(library, routes, find_unused_parameters=search))
+    return f"{seen}, {walks()} graph walks in {steps} steps"
 
 
 @contextmanager
 def counting_graph_walks() -> Iterator[Callable[[], int]]:
-    """Count the searches through the graph: torch starts each by looking for tensors in what forward returned."""
+    """Count the searches through the graph; torch starts each by looking for tensors in a forward's result."""
     import torch.nn.parallel.distributed as torchs
 
     walkers = [(torchs, "_find_tensors")]
@@ -134,7 +138,7 @@ def counting_graph_walks() -> Iterator[Callable[[], int]]:
             patch.stop()
 
 
-# ---- B: what surrounds backward ---------------------------------------------------------------------------------
+# ---- B: what surrounds backward ----------------------------------------------------------------------------
 
 
 def _two_references(model: nn.Module) -> tuple[Any, Any]:
@@ -176,7 +180,7 @@ def b3_step_on_local_gradients(library: Library) -> str:
     return f"{trouble}; {fate}" if trouble else f"stepped: {fate}, silent"
 
 
-# ---- C, G: what torch's flags stumble over ----------------------------------------------------------------------
+# ---- C, G: what torch's flags stumble over -----------------------------------------------------------------
 
 
 def c_static_graph_first_step_local(library: Library) -> str:
@@ -253,10 +257,12 @@ def g2_object_from_unused_search(library: Library) -> str:
     return _returned_objects(library, find_unused_parameters=True)
 
 
-# ---- H: frozen and unfrozen later -------------------------------------------------------------------------------
+# ---- H: frozen and unfrozen later --------------------------------------------------------------------------
 
 
-def change_of_mind(library: Library, change: Callable[[nn.Sequential], None], *, frozen_at_first: bool) -> str:
+def change_of_mind(
+    library: Library, change: Callable[[nn.Sequential], None], *, frozen_at_first: bool
+) -> str:
     """Train a step, freeze or unfreeze something, and train two more."""
     model = small_model()
     model[0].requires_grad_(not frozen_at_first)
@@ -280,7 +286,7 @@ def h2_frozen(library: Library) -> str:
     return change_of_mind(library, lambda m: m[0].requires_grad_(False), frozen_at_first=False)
 
 
-# ---- I: not through the wrapper's forward -----------------------------------------------------------------------
+# ---- I: not through the wrapper's forward ------------------------------------------------------------------
 
 
 class Generator(nn.Linear):
@@ -311,7 +317,7 @@ def i_not_through_forward(library: Library) -> str:
     return story((name, another_way(library, way)) for name, way in WAYS.items())
 
 
-# ---- K, M3: backwards that are not one per forward --------------------------------------------------------------
+# ---- K, M3: backwards that are not one per forward ---------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -355,7 +361,7 @@ def k2_two_backwards_on_one_forward(library: Library) -> str:
 
 
 def scripted(library: Library, script: str) -> str:
-    """Run forwards and backwards in the order of a script: ``F1 F2 B2 B1``; ``B1+2`` is one backward of both losses."""
+    """Run a script of forwards and backwards: ``F1 F2 B2 B1``; ``B1+2`` is one backward of both losses."""
     model = small_model()
     expected = reference(model, lambda m: follow(script, m, batch()))
     wrapped = library.wrap(model)
@@ -381,7 +387,7 @@ def m3_orders_of_forward_and_backward(library: Library) -> str:
     return story((script.replace(" ", ""), scripted(library, script)) for script in ORDERS)
 
 
-# ---- L: an exception inside backward ----------------------------------------------------------------------------
+# ---- L: an exception inside backward -----------------------------------------------------------------------
 
 
 class Boom(torch.autograd.Function):
@@ -423,26 +429,19 @@ class MayFail(nn.Sequential):
         return nn.Sequential(*self)
 
 
-def failed_backward(library: Library, where: str = "in the middle", failing: int = 0) -> tuple[str, str]:
-    """Let one rank's backward raise, catch it everywhere, and train a step after it."""
+def l_exception_in_backward(library: Library) -> str:
+    """Let rank 0's backward raise in the middle, catch it everywhere, and train a step after it."""
     model = MayFail()
     expected = reference(model, lambda m: m(batch()).backward())
     wrapped = library.wrap(model)
-    wrapped(share(batch())).backward()
-    wrapped.zero_grad()
-    broken = where if dist.get_rank() == failing else ""
+    broken = "in the middle" if dist.get_rank() == 0 else ""
     failed = attempt(lambda: wrapped(share(batch()), broken).backward())
     wrapped.zero_grad()
     trouble = attempt(lambda: wrapped(share(batch())).backward())
-    return failed, trouble or verdict(wrapped, expected)
+    return f"{failed}. The step after: {trouble or verdict(wrapped, expected)}"
 
 
-def l_exception_in_backward(library: Library) -> str:
-    failed, after = failed_backward(library)
-    return f"{failed}. The step after: {after}"
-
-
-# ---- J, Q, S, Z, W: the module itself ---------------------------------------------------------------------------
+# ---- J, Q, S, Z, W: the module itself ----------------------------------------------------------------------
 
 
 def pickled_copy(model: nn.Module) -> nn.Module:
@@ -481,15 +480,28 @@ def j_copies(library: Library) -> str:
     return story((name, copied(library, make)) for name, make in COPIES.items())
 
 
+class Buffered(nn.Sequential):
+    """A model with buffers of several dtypes, whose values depend on a number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self[1].running_mean.fill_(number)
+        self.register_buffer("count", torch.tensor([number]))
+        self.register_buffer("half", torch.full((3,), number, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.tensor([number == 0]))
+
+
+def differing_buffers(model: nn.Module) -> list[str]:
+    """Name the buffers that are not the same on all ranks."""
+    everyone = gather(dict(model.named_buffers()))
+    names = [
+        name for name in everyone[0] if any(not torch.equal(everyone[0][name], b[name]) for b in everyone)
+    ]
+    return [name.removeprefix("module.") for name in names]
+
+
 def q_buffers_without_broadcast(library: Library) -> str:
-    torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model[1].running_mean.fill_(dist.get_rank())
-    model.register_buffer("seen", torch.tensor([dist.get_rank()]))
-    wrapped = library.wrap(model, broadcast_buffers=False)
-    everyone = gather(dict(wrapped.named_buffers()))
-    odd = [name for name in everyone[0] if any(not torch.equal(everyone[0][name], b[name]) for b in everyone)]
-    odd = [name.removeprefix("module.") for name in odd]
+    odd = differing_buffers(library.wrap(Buffered(dist.get_rank()), broadcast_buffers=False))
     return f"differ after construction: {', '.join(odd)}" if odd else "equal after construction"
 
 
@@ -520,7 +532,7 @@ def w_other_shape(library: Library) -> str:
     return attempt(lambda: library.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2 + dist.get_rank()))))
 
 
-# ---- the matrix -------------------------------------------------------------------------------------------------
+# ---- the matrix --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -540,7 +552,11 @@ MATRIX = (
     Row("B3", "`optimizer.step()` on gradients made inside `no_sync`", b3_step_on_local_gradients),
     Row("C", "static graph, first micro-step in `no_sync`", c_static_graph_first_step_local),
     Row("G1", "static graph, forward returns a dataclass or any object", g1_object_from_static_graph),
-    Row("G2", "unused-parameter search, forward returns a dataclass or any object", g2_object_from_unused_search),
+    Row(
+        "G2",
+        "unused-parameter search, forward returns an object",
+        g2_object_from_unused_search,
+    ),
     Row("H1", "parameter unfrozen after wrapping", h1_unfrozen),
     Row("H2", "parameter frozen after wrapping", h2_frozen),
     Row("I", "any path but the wrapper's forward", i_not_through_forward),
@@ -560,6 +576,3 @@ MATRIX = (
 def row(id: str) -> Row:
     """Find a row by its id."""
     return next(row for row in MATRIX if row.id == id)
-
-
-__all__ = ["MATRIX", "Row", "first_words", "row"]

@@ -1,15 +1,17 @@
 """Many ranks' output on one terminal, or in one file.
 
-A line comes out whole, after its rank's prefix. A line that a rank redraws with carriage returns stays live on a
-terminal: it is the last line, and other ranks' lines appear above it. One rank at a time owns the live line; what
-others redraw is shown when it is finished. Where there is no terminal, only finished lines are written.
+A line comes out whole, after its rank's prefix. A line that a rank redraws with carriage returns stays live
+on a terminal: it is the last line, and other ranks' lines appear above it. One rank at a time owns the live
+line; what others redraw is shown when it is finished. Where there is no terminal, only finished lines are
+written.
 """
 
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import IO, Protocol
 
 LONGEST_LINE = 1 << 20  # bytes after which a line counts as finished
 CLEAR = b"\r\x1b[K"
@@ -100,6 +102,39 @@ class Terminal:
         columns = shutil.get_terminal_size().columns
         text = line.decode(errors="replace")
         return line if len(text) < columns or b"\x1b" in line else text[: columns - 1].encode()
+
+
+class Feed:
+    """One stream of one rank, on its way to a screen; ``keep`` collects its last lines."""
+
+    def __init__(
+        self, source: IO[bytes], screen: Screen, prefix: bytes, keep: deque[str] | None = None
+    ) -> None:
+        self.source = source
+        self.at_end = False
+        self._screen = screen
+        self._prefix = prefix
+        self._keep = keep
+        self._lines = Lines()
+
+    def pump(self) -> bool:
+        """Pass on what has arrived, and tell whether there may be more right now."""
+        data = self.source.read(1 << 16)
+        self.at_end = data == b""
+        self._show(self._lines.feed(data or b""))
+        return bool(data)
+
+    def finish(self) -> None:
+        """Pass on all that has arrived, and take it for complete."""
+        while self.pump():
+            pass
+        self._show(self._lines.finish())
+
+    def _show(self, pieces: Iterator[Piece]) -> None:
+        for piece in pieces:
+            if self._keep is not None and piece.finished:
+                self._keep.append(piece.text.decode(errors="replace"))
+            self._screen.show(self, self._prefix, piece)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

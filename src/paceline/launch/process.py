@@ -1,4 +1,4 @@
-"""One rank, seen from the launcher: started in a session of its own, and tied to the launcher's life."""
+"""Processes that the launcher starts: each in a session of its own, none of them outliving the launcher."""
 
 import contextlib
 import ctypes
@@ -18,32 +18,62 @@ LEFTOVER_SECONDS = 1.0  # what the children of ended ranks get to end by themsel
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class RankProcess:
-    """A running or ended rank, and the last lines of its stderr."""
+class TiedProcess:
+    """A child in its own session, killed with its process group when the launcher is gone."""
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.rank = rank
-        self.last_words: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
-        watched, self._lifeline = os.pipe()
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=[watched],
-        )
-        _kill_group_at_end_of(watched, self.pid)
-        os.close(watched)
-        for stream in (self.stdout, self.stderr):
-            os.set_blocking(stream.fileno(), False)
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        inherit: tuple[int, ...] = (),
+        output: int | None = None,
+    ) -> None:
+        watched, lifeline = os.pipe()
+        self._lifeline = os.fdopen(lifeline, "wb", buffering=0)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(watched, *inherit),
+            )
+            _kill_group_at_end_of(watched, self.pid)
+        finally:
+            os.close(watched)
 
     @property
     def pid(self) -> int:
-        """The process id, which is the id of its session and group, too."""
+        """The process id, which is the id of its session and process group, too."""
         return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, minus the signal's number for one that was killed, None while it runs."""
+        return self._process.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if the process still runs."""
+        self._process.send_signal(number)
+
+    def kill_group(self) -> None:
+        """Kill the process and all it started that did not leave its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class RankProcess(TiedProcess):
+    """A rank, its output, and the last lines of its stderr."""
+
+    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        super().__init__(command, environment=environment, output=subprocess.PIPE)
+        self.rank = rank
+        self.last_words: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
+        for stream in (self.stdout, self.stderr):
+            os.set_blocking(stream.fileno(), False)
 
     @property
     def stdout(self) -> IO[bytes]:
@@ -57,25 +87,12 @@ class RankProcess:
         assert self._process.stderr is not None
         return self._process.stderr
 
-    def exit_code(self) -> int | None:
-        """Return the exit code, minus the signal's number for one that was killed, None while it runs."""
-        return self._process.poll()
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal, if the rank still runs."""
-        self._process.send_signal(number)
-
-    def kill_group(self) -> None:
-        """Kill the rank and all it started that did not leave its group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
 
 def _kill_group_at_end_of(pipe: int, group: int) -> None:
     """Have the kernel kill a process group when the other end of a pipe is closed.
 
-    That end is the launcher's; it closes with the launcher, however that ends. The kernel's promise lasts as long as
-    somebody in the group holds the pipe.
+    That end is the launcher's; it closes with the launcher, however that ends. The kernel's promise lasts as
+    long as somebody in the group holds the pipe.
     """
     if sys.platform == "linux":
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
@@ -89,20 +106,23 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_leftovers(ranks: Iterable[RankProcess]) -> None:
-    """End what ended ranks have left behind: by itself at first, then by force."""
+def end_leftovers(processes: Iterable[TiedProcess]) -> None:
+    """End what ended processes have left behind: by itself at first, then by force."""
     deadline = time.monotonic() + LEFTOVER_SECONDS
     while _any_child_left():
         if time.monotonic() > deadline:
-            for rank in ranks:
-                rank.kill_group()
+            _kill_groups(processes)
             for pid in _children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     if sys.platform != "linux":  # orphans are not ours there
-        for rank in ranks:
-            rank.kill_group()
+        _kill_groups(processes)
+
+
+def _kill_groups(processes: Iterable[TiedProcess]) -> None:
+    for process in processes:
+        process.kill_group()
 
 
 def _any_child_left() -> bool:

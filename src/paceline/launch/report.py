@@ -66,19 +66,23 @@ def failure_report(endings: Sequence[Ending], size: int) -> list[str]:
     if first is None:
         return []
     words = find_traceback(first.last_words)
-    report = [f"rank {first.rank} of {size} failed first: {describe(first.code)}" + (". Its last words:" if words else "")]
+    headline = f"rank {first.rank} of {size} failed first: {describe(first.code)}"
+    report = [f"{headline}. Its last words:" if words else headline]
     report += [f"    {line}".rstrip() for line in words]
     later = [ending.rank for ending in endings if ending.failed and ending is not first]
     stopped = [ending.rank for ending in endings if ending.stopped]
-    report += [f"{name_ranks(sorted(later))} failed after it"] if later else []
-    report += [f"{name_ranks(sorted(stopped))} stopped because of it"] if stopped else []
+    if later:
+        report.append(f"{name_ranks(sorted(later))} failed after it")
+    if stopped:
+        report.append(f"stopped because of it: {name_ranks(sorted(stopped))}")
     return report
 
 
 def interrupt_report(name: str, endings: Sequence[Ending]) -> list[str]:
     """Tell how the ranks of a run ended that was told to."""
-    each = ", ".join(f"rank {ending.rank}: {describe(ending.code)}" for ending in sorted(endings, key=_by_rank))
-    return [f"{name} was passed on; {each}"]
+    in_order = sorted(endings, key=lambda ending: ending.rank)
+    each = ", ".join(f"rank {ending.rank}: {describe(ending.code)}" for ending in in_order)
+    return [f"{name} was passed on to the ranks; {each}"]
 
 
 def find_traceback(lines: Sequence[str]) -> list[str]:
@@ -90,7 +94,3 @@ def find_traceback(lines: Sequence[str]) -> list[str]:
     while starts and any(line.startswith(_CHAIN) for line in lines[starts[-1] : first]):
         first = starts.pop()
     return list(lines)[first:][-LINES_SHOWN:]
-
-
-def _by_rank(ending: Ending) -> int:
-    return ending.rank

@@ -1,12 +1,13 @@
 """Hold the store of a `paceline run`, in a process of its own.
 
-So the launcher needs no torch, and starts and answers at once. The launcher passes a listening loopback socket, whose
-port the ranks know; they may knock before this process is up. It ends when its stdin does, so with the launcher.
+So the launcher needs no torch, and starts and answers at once. The launcher passes a listening loopback
+socket, whose port the ranks know; they may knock before this process is up.
 """
 
 import os
 import socket
 import sys
+import time
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -17,13 +18,13 @@ def host_store(listener: socket.socket) -> Store:
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    store = host_store(socket.socket(fileno=int(sys.argv[1])))
-    sys.stdin.read()
+def main(launcher: int, listener: int) -> None:
+    """Serve on an inherited socket for as long as the launcher lives."""
+    store = host_store(socket.socket(fileno=listener))
+    while os.getppid() == launcher:
+        time.sleep(1)
     del store
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]))

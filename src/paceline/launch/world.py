@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.launch.device import choose_backend, choose_device
+from paceline.launch.job import loopback_variables
 from paceline.launch.place import Place, find_local_rank, find_place
 from paceline.launch.store import meet, open_store, wait_for_all
 
@@ -109,10 +110,9 @@ def _join(
 
 
 def _stay_on_loopback() -> None:
-    """Keep the sockets of Gloo, NCCL and RPC on loopback, unless the user has chosen an interface."""
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        os.environ.setdefault(name, loopback)
+    """Keep all sockets on loopback, unless the user has chosen an interface."""
+    for name, value in loopback_variables().items():
+        os.environ.setdefault(name, value)
 
 
 def _own_keys(store: Store, rank: int) -> Store:
@@ -137,9 +137,13 @@ class _Membership:
         atexit.unregister(self._on_exit)
         if dist.is_initialized():
             self._destroy_group()
-        hosts = self._place.rank == 0 and not self._place.launcher_hosts_store
+        if not self._place.launcher_hosts_store:
+            self._say_bye(store, CLOSING_SECONDS if politely and self._place.rank == 0 else 0)
+
+    def _say_bye(self, store: Store, seconds: float) -> None:
+        """Count this rank out; rank 0, whose store it is, waits for the others."""
         with contextlib.suppress(DistError):  # the others may be gone, and the store with them
-            wait_for_all(store, "bye", self._place.size, CLOSING_SECONDS if hosts and politely else 0)
+            wait_for_all(store, "bye", self._place.size, seconds)
 
     def _on_exit(self) -> None:
         """Close what the script left open; the interpreter calls this at its end."""
@@ -149,8 +153,8 @@ class _Membership:
         if not self._may_block:
             dist.destroy_process_group()
             return
-        # NCCL waits for kernels that wait for ranks that may be gone. When the interpreter ends, no thread can
-        # be started any more; then it has to be done here.
+        # NCCL waits for kernels that wait for ranks that may be gone. When the interpreter ends, no thread
+        # can be started any more; then it has to be done here.
         destroyer = threading.Thread(target=dist.destroy_process_group, daemon=True)
         try:
             destroyer.start()

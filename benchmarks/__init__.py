@@ -1,0 +1,1 @@
+"""Measurements against torch's DistributedDataParallel: ``python -m benchmarks``. See docs/measuring.md."""

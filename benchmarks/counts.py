@@ -1,0 +1,2 @@
+def bar_10():
+    return []

@@ -1,0 +1,129 @@
+"""The control plane: frames reach every rank, and a dead or silent rank is named."""
+
+import os
+import socket
+import struct
+import time
+
+import pytest
+import torch.distributed as dist
+
+from paceline.comm import GroupComm, SoloComm
+from paceline.control import (
+    Control,
+    GroupControl,
+    SocketControl,
+    SoloControl,
+    _answer,
+    _call,
+    _listen,
+    control_over,
+)
+from paceline.errors import PeerLost, RanksDisagree
+from paceline.frames import Closing, Opening
+from paceline.testing import ranks
+
+
+def both_kinds() -> list[Control]:
+    comm = GroupComm(dist.group.WORLD)
+    return [control_over(comm), GroupControl(comm)]
+
+
+def test_a_world_of_one_hears_itself() -> None:
+    control = control_over(SoloComm())
+    control.post(b"t", b"hello")
+
+    assert isinstance(control, SoloControl)
+    assert control.collect(b"t", 1) == [b"hello"]
+
+
+@ranks(3)
+def test_every_rank_gets_every_frame_in_rank_order(rank: int) -> None:
+    for control in both_kinds():
+        for length in (0, 5, 1000):
+            control.post(b"topic", bytes([rank]) * length)
+            assert control.collect(b"topic", 20) == [bytes([r]) * length for r in range(3)]
+
+
+@ranks(2)
+def test_ranks_of_one_machine_are_wired_by_local_sockets(rank: int) -> None:
+    comm = GroupComm(dist.group.WORLD)
+
+    assert isinstance(control_over(comm), SocketControl)
+    assert control_over(comm) is control_over(GroupComm(dist.group.WORLD))
+
+
+@ranks(2)
+def test_topics_do_not_mix_when_ranks_post_them_in_different_orders(rank: int) -> None:
+    control = control_over(GroupComm(dist.group.WORLD))
+    topics = [b"a", b"b"] if rank == 0 else [b"b", b"a"]
+    for topic in topics:
+        control.post(topic, topic + bytes([rank]))
+
+    assert control.collect(b"a", 20) == [b"a\0", b"a\1"]
+    assert control.collect(b"b", 20) == [b"b\0", b"b\1"]
+
+
+@ranks(2)
+def test_over_a_group_ranks_at_different_points_are_told_apart(rank: int) -> None:
+    control = GroupControl(GroupComm(dist.group.WORLD))
+    topic = b"opening" if rank == 0 else b"closing"
+    control.post(topic, b"")
+
+    with pytest.raises(RanksDisagree, match="different points"):
+        control.collect(topic, 20)
+
+
+@ranks(2)
+def test_a_silent_rank_is_named(rank: int) -> None:
+    control = control_over(GroupComm(dist.group.WORLD))
+    if rank == 0:
+        control.post(b"t", b"")
+        with pytest.raises(PeerLost, match=r"rank 1 did not answer for 0\.2 s") as caught:
+            control.collect(b"t", 0.2)
+        assert caught.value.rank == 1
+    dist.barrier()
+
+
+@ranks(3)
+def test_a_rank_whose_process_ended_is_named_at_once(rank: int, tmp_path) -> None:
+    control = control_over(GroupComm(dist.group.WORLD))
+    if rank == 2:
+        for link in control._links.values():
+            link.close()
+    else:
+        control.post(b"first", b"") if rank == 0 else None
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match="rank 2 is gone: it closed its connection") as caught:
+            if rank == 1:
+                control.post(b"first", b"")
+            control.collect(b"first", 30)
+        assert caught.value.rank == 2
+        assert time.monotonic() - start < 10
+    dist.barrier()
+
+
+def test_a_stranger_who_does_not_know_the_key_is_sent_away() -> None:
+    with _listen(4) as listener:
+        address = listener.getsockname()
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.connect(address)
+        hello = os.urandom(32) + struct.pack("!I", 1)
+        stranger.sendall(struct.pack("!i", len(hello)) + hello)
+
+        assert _answer(listener, b"key", time.monotonic() + 5) == {}
+        garbage = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        garbage.connect(address)
+        garbage.close()
+        assert _answer(listener, b"key", time.monotonic() + 5) == {}
+        friend = _call(address[1:].decode(), b"key", 3)
+        assert list(_answer(listener, b"key", time.monotonic() + 5)) == [3]
+        friend.close()
+        stranger.close()
+
+
+def test_frames_survive_packing() -> None:
+    for opening in (Opening(3, b"12345678"), Opening(2**40, b"\0" * 8, "ValueError: ü")):
+        assert Opening.unpack(opening.pack()) == opening
+    for closing in (Closing(), Closing(b"\1\0\1", (2, 0, 70000)), Closing(failure="boom\nline")):
+        assert Closing.unpack(closing.pack()) == closing

@@ -1,0 +1,277 @@
+"""DistributedDataParallel: torch's arguments, attributes and prefix on paceline's engine."""
+
+import copy
+import inspect
+import io
+import pickle
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline import DistributedDataParallel as Ours
+from paceline.ddp import NOT_YET, _move
+from paceline.testing import ranks
+
+Theirs = torch.nn.parallel.DistributedDataParallel
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def share(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(2)[rank]
+
+
+def test_it_takes_torchs_arguments_in_torchs_order() -> None:
+    ours, theirs = (list(inspect.signature(c.__init__).parameters) for c in (Ours, Theirs))
+
+    assert ours == theirs
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 1e-4},
+        {"bucket_cap_mb_list": [1e-4, 1]},
+        {"forward_sync_buffers": False},
+        {"check_reduction": True},
+        {"batched_grad_copy": True},
+        {"device_ids": []},
+    ],
+)
+def test_it_trains_as_torchs_class_does(rank: int, options: dict) -> None:
+    ours, theirs = Ours(net(), **options), Theirs(net())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, theirs)]
+
+    for step in range(4):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(share(rank, step)).square().mean().backward()
+            optimizer.step()
+
+    for (name, p), (other, q) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert name == other
+        torch.testing.assert_close(p, q)
+
+
+@ranks(2)
+def test_state_dicts_are_interchangeable_with_torchs(rank: int) -> None:
+    ours, theirs = Ours(net()), Theirs(net())
+
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+
+    assert all(name.startswith("module.") for name in ours.state_dict())
+
+
+@ranks(2)
+def test_no_sync_and_the_flag_that_scripts_set_by_hand(rank: int) -> None:
+    model = Ours(net())
+    model(share(rank)).sum().backward()
+    expected = model.module[0].weight.grad.clone() * 2
+    model.zero_grad()
+
+    with model.no_sync():
+        assert not model.require_backward_grad_sync
+        model(share(rank)).sum().backward()
+    model(share(rank)).sum().backward()
+    torch.testing.assert_close(model.module[0].weight.grad, expected)
+
+    model.zero_grad()
+    for last in (False, True):
+        model.require_backward_grad_sync = last
+        model(share(rank)).sum().backward()
+    torch.testing.assert_close(model.module[0].weight.grad, expected)
+
+
+@ranks(2)
+def test_attributes_that_frameworks_read(rank: int) -> None:
+    model = Ours(net(), find_unused_parameters=True, bucket_cap_mb=5)
+
+    assert model.process_group is dist.group.WORLD
+    assert (model.device, model.device_type) == (torch.device("cpu"), "cpu")
+    assert (model.device_ids, model.output_device, model.dim) == (None, None, 0)
+    assert model.find_unused_parameters
+    assert not model.static_graph
+    assert model.broadcast_buffers
+    assert model.bucket_bytes_cap == 5 * 1024 * 1024
+    assert not model.is_multi_device_module
+    assert model.parameters_to_ignore == set()
+    model._set_static_graph()
+    assert model.static_graph
+    assert isinstance(model.train(), Ours)
+    assert not model.eval().module.training
+
+
+@ranks(2)
+def test_forward_takes_any_arguments(rank: int) -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, *parts: torch.Tensor, factor: float = 1.0, extra: dict | None = None) -> list:
+            return [part * self.scale * factor + (extra or {}).get("plus", 0) for part in parts]
+
+    one, two = Ours(Picky())(torch.ones(1), torch.ones(1), factor=2.0, extra={"plus": 1})
+
+    assert one == two == 3
+
+
+@ranks(2)
+def test_buffers_are_taken_before_a_forward_as_torch_does(rank: int) -> None:
+    bare = nn.Sequential(nn.Linear(6, 2))
+    bare.register_buffer("mark", torch.zeros(1))
+    for options, expected in (({}, 0.0), ({"broadcast_buffers": False}, float(rank))):
+        model = Ours(bare, **options)
+        bare.mark.fill_(rank)
+        model(share(rank))
+        assert bare.mark.item() == expected
+        del model
+
+
+@ranks(2)
+def test_init_sync_false_keeps_each_ranks_parameters(rank: int) -> None:
+    bare = nn.Linear(2, 2)
+    bare.weight.data.fill_(rank)
+
+    Ours(bare, init_sync=False)
+
+    assert (bare.weight == rank).all()
+
+
+@ranks(2)
+def test_left_out_parameters_and_buffers_stay_each_ranks_own(rank: int) -> None:
+    bare = net()
+    bare.register_buffer("mine", torch.full((1,), float(rank)))
+    bare[2].bias.data.fill_(rank)
+    bare._ddp_params_and_buffers_to_ignore = ["2.bias", "mine"]
+
+    model = Ours(bare)
+    model(share(rank)).sum().backward()
+
+    assert bare.mine.item() == rank
+    assert (bare[2].bias == rank).all()
+    assert model.parameters_to_ignore == {"2.bias", "mine"}
+
+
+@ranks(2)
+def test_the_module_may_be_wrapped_again_when_the_wrapper_is_gone(rank: int) -> None:
+    bare = net()
+    for _ in range(2):
+        model = Ours(bare)
+        model(share(rank)).sum().backward()
+        del model
+
+    Ours(bare)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_start_their_own_engine(rank: int, how: str) -> None:
+    group = dist.new_group([0, 1])
+    model = Ours(net(), process_group=group)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+        assert other.process_group is group
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+
+    if rank == 0:  # a copy for evaluation, on one rank only, waits for nobody
+        with torch.no_grad():
+            other(share(rank))
+    for m in (model, other):
+        m(share(rank)).sum().backward()
+
+    torch.testing.assert_close(other.module[0].weight.grad, model.module[0].weight.grad)
+
+
+@ranks(2)
+def test_a_copy_keeps_no_sync(rank: int) -> None:
+    model = Ours(net())
+    with model.no_sync():
+        other = copy.deepcopy(model)
+        other(share(rank) + rank).sum().backward()
+
+    mine = other.module[0].weight.grad.clone()
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine)
+    assert not torch.equal(*theirs)
+
+
+def test_one_process_alone_works_without_a_group() -> None:
+    model = Ours(net())
+
+    model(torch.ones(1, 6)).sum().backward()
+
+    assert model.process_group is None
+    assert model.module[0].weight.grad is not None
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_moving_inputs_goes_into_containers_and_leaves_the_rest() -> None:
+    tensor, thing = torch.ones(1), object()
+    moved = _move({"a": [tensor, (tensor, 3)], "b": Pair(tensor, thing)}, torch.device("meta"))
+
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1] == 3
+    assert isinstance(moved["b"], Pair)
+    assert moved["b"].left.is_meta
+    assert moved["b"].right is thing
+
+
+# ---- bad input --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_arguments_that_come_later_are_named(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"does not take {name} yet"):
+        Ours(net(), **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device_ids": [0]}, "device_ids=[0] and output_device=None are for a module on one GPU, but this one is on cpu"),
+        ({"output_device": 1}, "device_ids=None and output_device=1 are for a module on one GPU"),
+        ({"bucket_cap_mb": 0}, "greater than 0, got [0]"),
+        ({"bucket_cap_mb": -3}, "greater than 0, got [-3]"),
+        ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1, 2]}, "give bucket_cap_mb (1) or bucket_cap_mb_list ([1, 2])"),
+        ({"process_group": -100}, "this rank is not in the process group"),
+    ],
+)
+def test_bad_arguments(options: dict, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Ours(net(), **options)
+
+    assert text in str(caught.value)
+
+
+def test_only_modules_are_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module, got int"):
+        Ours(3)
+
+
+def test_replica_finds_the_engine_through_the_wrapper() -> None:
+    model = Ours(net())
+
+    assert paceline.replica(model) is paceline.replica(model.module)
