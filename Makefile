@@ -4,6 +4,7 @@ PYTHON  ?= python3
 TORCH   ?= 2.13.0
 RANKS   ?= 2
 WORKERS ?= 2
+ARGS    ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -27,8 +28,8 @@ help:
 	@echo 'make clean     remove .venv, caches, checkpoints and results'
 
 demo: $(DEMO_READY)
-	$(SAY) 'training on $(RANKS) ranks: paceline run -n $(RANKS) examples/train.py'
-	@$(BIN)/paceline run -n $(RANKS) examples/train.py
+	$(SAY) 'training on $(RANKS) ranks: paceline run -n $(RANKS) examples/train.py $(ARGS)'
+	@$(BIN)/paceline run -n $(RANKS) examples/train.py $(ARGS)
 
 test: $(TEST_READY)
 	$(SAY) 'lint: ruff check, ruff format --check'
@@ -60,8 +61,8 @@ $(VENV_READY):
 	@touch $@
 
 $(TORCH_READY): $(VENV_READY)
-	$(SAY) 'installing torch $(TORCH) (large: the first time takes a while)'
-	@$(PIP) torch==$(TORCH)
+	$(SAY) 'installing torch $(TORCH) and numpy, without which torch warns (large: the first time takes a while)'
+	@$(PIP) torch==$(TORCH) numpy
 	@touch $@
 
 $(DEMO_READY): pyproject.toml $(TORCH_READY)

@@ -39,12 +39,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "bars", nargs="*", choices=[[], *BARS], help="bars of docs/measuring.md (default: all)"
-    )
+    parser.add_argument("bars", nargs="*", type=_bar, metavar="bar", help=f"{', '.join(BARS)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="about a minute in all, and much noisier")
     parser.add_argument("--out", type=Path, default=OUT, help=f"where the JSON goes (default: {OUT})")
     return parser
+
+
+def _bar(name: str) -> str:
+    if name not in BARS:
+        raise argparse.ArgumentTypeError(f"there is no bar {name!r}; choose from {', '.join(BARS)}")
+    return name
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 
 QUIET_CORES = 0.08  # what others may use in a quiet cycle
+FEW = 6  # samples, below which even their whole range says less than 95 %
 ENOUGH = 8  # quiet cycles, below which all cycles are taken
 JIFFIES_PER_SECOND = 100  # the unit of /proc/stat, on every Linux that matters
 
@@ -48,11 +50,18 @@ class Samples:
     cpu: dict[str, list[float]]  # all cycles
     cycles: int  # how many were run
     quiet: int  # how many of them were quiet
-    kept: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        count = len(next(iter(self.steps.values())))
-        self.kept = f"{count} of {self.cycles} cycles" + ("" if self.quiet == count else " (too few quiet)")
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the times come from quiet cycles."""
+        return self.quiet >= ENOUGH or self.quiet == self.cycles
+
+    @property
+    def kept(self) -> str:
+        """Say how many cycles the times come from."""
+        if self.is_quiet:
+            return f"{self.quiet} of {self.cycles} cycles"
+        return f"all {self.cycles} cycles, {self.quiet} quiet"
 
     def median(self, name: str) -> float:
         return statistics.median(self.steps[name])
@@ -74,23 +83,34 @@ class Samples:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and the interval in which the true median lies with 95 % probability."""
+    """A median and the interval in which the true median lies with 95 % probability; endless if unknown."""
 
     median: float
     low: float
     high: float
 
     def __str__(self) -> str:
+        if self.low == self.high == self.median:
+            return f"{self.median:g}"  # a count
+        if self.high == inf:
+            return f"{self.median:.3f} (few samples)"
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Take the median, with an interval from the order of the values alone."""
     ordered = sorted(values)
+    if len(ordered) < FEW:
+        return Estimate(statistics.median(ordered), -inf, inf)
     half = 0.98 * len(ordered) ** 0.5
     low = max(0, int(len(ordered) / 2 - half))
     high = min(len(ordered) - 1, int(len(ordered) / 2 + half))
     return Estimate(statistics.median(ordered), ordered[low], ordered[high])
+
+
+def exactly(number: float) -> Estimate:
+    """Give a count, which has no noise, as an estimate."""
+    return Estimate(number, number, number)
 
 
 def run_cycles(

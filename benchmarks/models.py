@@ -1,6 +1,6 @@
-"""The five models of bar 8: from one that only computes to one that only communicates."""
+"""The models: the five of bar 8, from one that only computes to one that only communicates, and ResNet-50."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,43 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            *_normed(inputs, width, 1),
+            nn.ReLU(inplace=True),
+            *_normed(width, width, 3, stride),
+            nn.ReLU(inplace=True),
+            *_normed(width, outputs, 1),
+        )
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(inputs, outputs, 1, stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def _normed(inputs: int, outputs: int, size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return conv, nn.BatchNorm2d(outputs)
+
+
+def resnet50_model(blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Module:
+    """ResNet-50 as everybody has it: 161 parameters, 25.6 M numbers."""
+    layers: list[nn.Module] = [*_normed(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    inputs = 64
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            stride = 2 if stage and not block else 1
+            layers.append(Bottleneck(inputs, 64 << stage, stride))
+            inputs = 4 * (64 << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
 def small_gpt(scale: int = 4) -> Task:

@@ -77,6 +77,7 @@ def _against_torch(name: str, samples: Samples) -> Row:
         f"CPU {samples.cpu_ratio('paceline', best).median:.2f}; over bare: ours {over_bare[0]:.2f}, "
         f"torch {over_bare[1]:.2f}; {samples.kept}",
         samples.medians,
+        samples.is_quiet,
     )
 
 
@@ -89,6 +90,7 @@ def _prices(name: str, samples: Samples) -> list[Row]:
             "<= 1.01",
             f"CPU {samples.cpu_ratio('paceline', variant)}; {samples.kept}",
             samples.medians,
+            samples.is_quiet,
         )
         for variant, what in (("no guard", "the guard"), ("no frames", "control frames"))
     ]

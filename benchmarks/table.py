@@ -16,7 +16,7 @@ from benchmarks.cycles import Estimate
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement of one bar. ``goal`` is written ``<= 1.03``."""
+    """One measurement of one bar; bar 0 is what no bar asks for. ``goal`` is written ``<= 1.03``."""
 
     bar: int
     what: str
@@ -24,10 +24,13 @@ class Row:
     goal: str
     note: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
+    is_quiet: bool = True  # False: a time from a machine that others were using
 
     @property
     def met(self) -> str:
-        """Say whether the goal is met; a miss that lies within the noise is called unclear."""
+        """Say whether the goal is met. A miss that lies within the noise is unclear."""
+        if not self.is_quiet:
+            return "noisy"
         sign, number = self.goal.split()
         goal, sides = float(number), (self.measured.median, self.measured.low, self.measured.high)
         passed = [side <= goal if sign == "<=" else side >= goal for side in sides]
@@ -38,7 +41,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Draw the table, readable in a terminal and in a Markdown page."""
     cells = [["bar", "what", "measured (95 %)", "goal", "met", "note"]]
     cells += [
-        [str(row.bar), row.what, str(row.measured), row.goal, row.met, row.note]
+        [str(row.bar or "-"), row.what, str(row.measured), row.goal, row.met, row.note]
         for row in sorted(rows, key=lambda row: row.bar)
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

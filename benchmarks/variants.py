@@ -1,4 +1,4 @@
-"""The ways to run a step: without communication, with torch's DDP, with paceline, and paceline less a promise."""
+"""The ways to run a step: bare, with torch's DDP, with paceline, and with paceline less one promise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

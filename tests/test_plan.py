@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan import MIB, Caps, Plan, Spec, plan_buckets
+from paceline.plan import MIB, SMALL_NBYTES, Caps, Plan, Spec, plan_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -90,10 +90,33 @@ def test_replanning_keeps_every_parameter_and_follows_the_arrival(specs, caps, d
     again = plan.reordered(arrived)
 
     assert sorted(again.order) == sorted(plan.order)
+    expected = [*arrived, *(i for i in plan.order if i not in arrived)]
     for bucket in again.buckets:
-        expected = [*arrived, *(i for i in plan.order if i not in arrived)]
-        places = [expected.index(slot.parameter) for slot in bucket.slots]
-        assert places == sorted(places)
+        forms: dict[object, list[int]] = {}
+        for slot in bucket.slots:
+            forms.setdefault((slot.numel, specs[slot.parameter].shape), []).append(expected.index(slot.parameter))
+        assert all(places == sorted(places) for places in forms.values())
+
+
+@given(specs(), caps)
+def test_runs_cover_the_slots_of_a_bucket_in_order(specs: list[Spec], caps: Caps) -> None:
+    plan = plan_buckets(specs, caps)
+    for bucket in plan.buckets:
+        runs = plan.runs(bucket)
+        assert sum(run.count for run in runs) == len(bucket.slots)
+        first = 0
+        for run in runs:
+            for slot in bucket.slots[first : first + run.count]:
+                assert specs[slot.parameter].shape == run.shape
+            assert run.offset == bucket.slots[first].offset
+            first += run.count
+
+
+@given(specs(), caps)
+def test_small_slots_lie_behind_the_large_ones(specs: list[Spec], caps: Caps) -> None:
+    for bucket in plan_buckets(specs, caps).buckets:
+        small = [specs[slot.parameter].nbytes < SMALL_NBYTES for slot in bucket.slots]
+        assert small == sorted(small)
 
 
 @given(specs(), caps, st.data())

@@ -86,7 +86,11 @@ def test_any_bucket_size_trains_the_same(rank: int, bucket_mb: float) -> None:
 @ranks(2)
 def test_accumulation_reduces_once_and_equals_the_whole(rank: int) -> None:
     model = mlp()
-    expected = reference(model, lambda m: [loss_of(m, batch() + i).backward() for i in range(3)] and None)
+    def whole(m: nn.Module) -> None:
+        for i in range(3):
+            loss_of(m, batch() + i).backward()
+
+    expected = reference(model, whole)
     paceline.replicate(model)
     handle = paceline.replica(model)
 

@@ -291,7 +291,7 @@ def test_different_models_get_one_text_on_every_rank(rank: int) -> None:
         "weight is (2, 2) float32, trainable on rank 0 but (2, 2) float32, frozen on ranks 1, 2": nn.Linear(
             2, 2
         ).requires_grad_(rank == 0),
-        "the same parameters in another order": nn.ModuleDict(
+        "the same names come in another order, at place 0 b.weight on rank 0 but a.weight on ranks 1, 2": nn.ModuleDict(
             {key: nn.Linear(2, 2) for key in ("ab" if rank else "ba")}
         ),
     }

@@ -52,7 +52,7 @@ def _describe(everyone: Sequence[dict[str, str]]) -> str:
     names = dict.fromkeys(name for traits in everyone for name in traits)
     odd = [line for name in names if (line := _difference(name, everyone))]
     if not odd:
-        odd = ["the same parameters in another order"]
+        odd = [_first_swap(everyone)]
     return (
         f"the ranks hold different models: {name_some(odd)}. Build the model the same way on every rank: "
         "the same arguments, the same order, the same parts frozen."
@@ -67,6 +67,17 @@ def _difference(name: str, everyone: Sequence[dict[str, str]]) -> str:
     if len(holders) == 1:
         return ""
     return f"{name} is " + " but ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in holders.items())
+
+
+def _first_swap(everyone: Sequence[dict[str, str]]) -> str:
+    """Say where the same names come in another order."""
+    orders = [list(traits) for traits in everyone]
+    place = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
+    holders: dict[str, list[int]] = {}
+    for rank, order in enumerate(orders):
+        holders.setdefault(order[place], []).append(rank)
+    came = " but ".join(f"{name} on {name_ranks(ranks)}" for name, ranks in holders.items())
+    return f"the same names come in another order, at place {place} {came}"
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -10,7 +10,6 @@ collectives always match, and training can go on.
 """
 
 import enum
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -22,14 +21,13 @@ from paceline.comm import Comm, Pending
 from paceline.control import Control
 from paceline.errors import PeerFailed, RanksDisagree, UnusedParameters, name_ranks, name_some
 from paceline.frames import Closing, Opening
-from paceline.hooks import GradBucket, Hook
-from paceline.plan import Bucket, Plan
-from paceline.torch_private import engine_watch, flatten, unflatten
+from paceline.hooks import GradBucket, Hook, average
+from paceline.plan import Plan
+from paceline.shelf import Packet, Shelf
 
 TELL_SECONDS = 10.0  # how long a rank that has failed waits for the others to hear of it
 
 Unused = Literal["allow", "error"]
-Gradients = Sequence[torch.Tensor | None]
 
 
 class Phase(enum.Enum):
@@ -51,6 +49,10 @@ class Wiring:
     unused: Unused = "allow"
     buffers: BufferSync | None = None
 
+    def scale_on(self, device: torch.device) -> float:
+        """Return the factor that copying a gradient folds in: the mean's, if the hook is the plain mean."""
+        return self.comm.mean_factor(device) if self.hook is average else 1.0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -68,75 +70,6 @@ class Backward(Protocol):
         """Note that a gradient was written to ``parameter.grad``."""
 
 
-class Shelf:
-    """A bucket's parameters, and how their gradients become one flat tensor and views of it."""
-
-    def __init__(self, plan: Plan, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
-        self.bucket = bucket
-        self.indices = [slot.parameter for slot in bucket.slots]
-        self.parameters = [parameters[index] for index in self.indices]
-        specs = [plan.specs[index] for index in self.indices]
-        self.names = [spec.name for spec in specs]
-        self._plain = all(parameter.is_contiguous() for parameter in self.parameters)
-        self._strided = [
-            (spec.shape, spec.strides, slot.offset) for spec, slot in zip(specs, bucket.slots, strict=True)
-        ]
-        self._last_flat: weakref.ref[torch.Tensor] | None = None
-
-    def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """View the flat tensor as gradients, in the parameters' own strides."""
-        if self._plain:
-            return unflatten(flat, self.parameters)
-        return [flat.as_strided(*place) for place in self._strided]
-
-    def fill(self, gradients: Gradients) -> torch.Tensor:
-        """Copy gradients into a new flat tensor, with zeros where there is none."""
-        self._check(gradients)
-        if self._plain:
-            pairs = zip(gradients, self.parameters, strict=True)
-            return flatten([torch.zeros_like(p) if g is None else g for g, p in pairs])
-        flat = torch.zeros(self.bucket.numel, dtype=self.bucket.dtype, device=self.parameters[0].device)
-        filled = [(v, g) for v, g in zip(self.views(flat), gradients, strict=True) if g is not None]
-        if filled:
-            torch._foreach_copy_([view for view, _ in filled], [gradient for _, gradient in filled])
-        return flat
-
-    def _check(self, gradients: Gradients) -> None:
-        for gradient, name in zip(gradients, self.names, strict=True):
-            if gradient is None:
-                continue
-            if gradient.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"{name} has a sparse gradient, which paceline does not reduce yet; build the module "
-                    "with sparse=False"
-                )
-            if gradient.dtype != self.bucket.dtype:
-                raise TypeError(
-                    f"{name} has a {gradient.dtype} gradient, but was {self.bucket.dtype} when it was "
-                    "replicated. Cast or move a model before replicate(), or detach() and replicate it "
-                    "again"
-                )
-
-    def resident(self, gradients: Gradients) -> torch.Tensor | None:
-        """Return the flat tensor of the last time if all gradients still are its views: accumulation in
-        place.
-        """
-        flat = None if self._last_flat is None else self._last_flat()
-        if flat is None:
-            return None
-        start, size = flat.data_ptr(), flat.element_size()
-        for gradient, (_, strides, offset) in zip(gradients, self._strided, strict=True):
-            if gradient is None or gradient.requires_grad:
-                return None
-            if gradient.data_ptr() != start + offset * size or gradient.stride() != strides:
-                return None
-        return flat
-
-    def remember(self, flat: torch.Tensor) -> None:
-        """Keep a weak eye on the flat tensor; zero_grad() frees it."""
-        self._last_flat = weakref.ref(flat)
-
-
 class Layout:
     """A plan laid over the real parameters."""
 
@@ -144,7 +77,12 @@ class Layout:
         self.plan = plan
         self.shelves = [Shelf(plan, bucket, parameters) for bucket in plan.buckets]
         self.counts = [len(shelf.indices) for shelf in self.shelves]
-        self.home = {index: place for place, shelf in enumerate(self.shelves) for index in shelf.indices}
+        # For each parameter: its bucket, and its position there if it is to be copied as soon as it arrives.
+        self.route = {
+            index: (place, position if shelf.is_hot(position) else None)
+            for place, shelf in enumerate(self.shelves)
+            for position, index in enumerate(shelf.indices)
+        }
 
 
 class LocalBackward:
@@ -157,63 +95,98 @@ class LocalBackward:
         self._local.add(parameter)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Flight:
-    """A bucket that is out. ``views`` is None where all gradients are views of ``flat`` already."""
+    """A bucket that is out."""
 
-    shelf: Shelf
-    flat: torch.Tensor
-    views: Sequence[torch.Tensor] | None
+    packet: Packet
     pending: Pending
 
     def land(self) -> None:
         """Wait for the collective, and see to it that the result is in the flat tensor."""
         result = self.pending.wait()
-        if result is not self.flat:
-            self.flat.copy_(result.view_as(self.flat))
+        if result is not self.packet.flat:
+            self.packet.flat.copy_(result.view_as(self.packet.flat))
 
 
 class SyncedBackward:
-    """A backward whose gradients are reduced."""
+    """A backward whose gradients are reduced.
 
-    def __init__(
-        self, wiring: Wiring, layout: Layout, step: int, local: set[int], *, learn: bool = False
-    ) -> None:
+    ``local`` are the parameters whose gradient holds something that was never reduced. ``held`` are those
+    that autograd comes back to in one backward: their buckets wait for its end.
+    """
+
+    def __init__(self, wiring: Wiring, layout: Layout, step: int, local: set[int], held: set[int]) -> None:
         self._wiring = wiring
         self._layout = layout
-        self._local = local  # parameters whose .grad holds something that was never reduced
-        self._learn = learn
+        self._local = local
+        self._held = held
+        self._in_graph = False
+        self._hidden = False
         self._phase = Phase.COLLECTING
         self._seen: dict[int, None] = {}
+        self._late: set[int] = set()
         self._waiting = list(layout.counts)
+        self._packets = [Packet(shelf, wiring.scale_on(shelf.bucket.device)) for shelf in layout.shelves]
         self._flights: list[Flight] = []
         self._sending = False
         self._agreed = False
         self.step = step  # after the opening: the highest step that any rank is at
 
-    def open(self, failure: str = "") -> None:
-        """Tell the others that a backward starts here, or that it cannot. Does not wait for them."""
+    def open(self, *, in_graph: bool = False, failure: str = "") -> None:
+        """Tell the others that a backward starts here, or that it cannot. Does not wait for them.
+
+        ``in_graph`` says that the gradients are part of a graph themselves (create_graph=True).
+        """
+        self._in_graph = in_graph
         frame = Opening(self.step, self._layout.plan.digest, failure).pack()
         self._wiring.control.post(self._topic(b"opening"), frame)
 
     # ---- gradients arrive ------------------------------------------------------------------------
 
     def arrived(self, parameter: int) -> None:
-        """Note a gradient, and send what is complete. Called by the autograd thread that wrote the
-        gradient.
-        """
+        """Note a gradient, and send what is complete. Called by the autograd thread that wrote it."""
         if parameter in self._seen:
+            self._arrived_again(parameter)
             return
         self._seen[parameter] = None
-        # A nested backward (re-entrant checkpointing) may come back to this parameter: its gradient is
-        # complete only when the outermost backward ends, so its bucket waits for that.
-        if engine_watch.nesting and engine_watch.nested():
+        if self._in_graph or parameter in self._held:
             return
-        place = self._layout.home[parameter]
+        place, position = self._layout.route[parameter]
+        if position is not None:
+            self._packets[place].take(position, hide=self._hidden)
         self._waiting[place] -= 1
         # Several device threads may be here at once; one of them sends.
-        if place == len(self._flights) and not self._waiting[place] and not self._sending:
+        if not self._waiting[place] and place == len(self._flights) and not self._sending:
             self._send_complete()
+
+    def hide(self) -> None:
+        """Prepare for a backward inside this backward (re-entrant checkpointing).
+
+        It may come back to parameters whose gradient has been taken. Their ``.grad`` is emptied, so that what
+        comes is not added to a buffer that is on its way.
+        """
+        if not self._hidden and not self._in_graph:
+            self._hidden = True
+            for packet in self._packets:
+                packet.hide()
+
+    def _arrived_again(self, parameter: int) -> None:
+        """Note a second gradient; from now on its bucket waits for the end of a backward."""
+        self._held.add(parameter)
+        place, position = self._layout.route[parameter]
+        if self._in_graph or place >= len(self._flights):
+            if position is not None and not self._in_graph:
+                self._packets[place].take(position, hide=self._hidden)  # adds to what was taken before
+        elif self._hidden:
+            self._late.add(parameter)
+        else:
+            name = self._layout.plan.specs[parameter].name
+            raise RuntimeError(
+                f"{name} got a second gradient while the first one was on its way, from a nested backward "
+                "that did not go through torch.autograd.backward(). From the next step on it will be "
+                "waited for"
+            )
 
     def _send_complete(self) -> None:
         # In plan order, never in arrival order: two ranks that start the same two buckets in different
@@ -226,50 +199,36 @@ class SyncedBackward:
             self._sending = False
 
     def _send_next(self, *, empty: bool = False) -> None:
-        """Send the next bucket of the plan. An empty one keeps the others' collectives matched after a
-        failure.
-        """
+        """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
         if not self._agreed:
             self._agree()
-        shelf = self._layout.shelves[len(self._flights)]
-        in_graph = torch.is_grad_enabled()  # create_graph=True
+        packet = self._packets[len(self._flights)]
         with torch.no_grad():
-            gradients = [None if empty else parameter.grad for parameter in shelf.parameters]
-            flat = None if empty or in_graph or not self._complete(shelf) else shelf.resident(gradients)
-            views = None
-            if flat is None:
-                flat = shelf.fill(gradients)
-                views = shelf.views(flat)
-            flight = self._launch(shelf, flat, views)
-            if views is not None and not in_graph and self._free_copied(shelf, gradients, views):
-                flight.views = None
-
-    def _launch(self, shelf: Shelf, flat: torch.Tensor, views: Sequence[torch.Tensor] | None) -> Flight:
-        is_last = len(self._flights) + 1 == len(self._waiting)
-        bucket = GradBucket(shelf.bucket.index, flat, shelf.parameters, is_last)
-        flight = Flight(shelf, flat, views, self._wiring.hook(bucket, self._wiring.comm))
-        self._flights.append(flight)
-        return flight
-
-    def _free_copied(self, shelf: Shelf, gradients: Gradients, views: Sequence[torch.Tensor]) -> bool:
-        """Put the views in the gradients' place, so that what was copied is freed while backward still runs.
-
-        A parameter without a gradient in this backward keeps what it has until the others have spoken. Says
-        whether there was none of that kind.
-        """
-        seen, everyone = self._seen, True
-        for index, parameter, gradient, view in zip(
-            shelf.indices, shelf.parameters, gradients, views, strict=True
-        ):
-            if gradient is not None and index in seen:
-                parameter.grad = view
+            if empty:
+                packet.fill_with_zeros()
             else:
-                everyone = False
-                seen.pop(index, None)  # autograd may have come by with nothing in its hands
-        return everyone
+                self._fill(packet)
+            self._flights.append(Flight(packet, self._start(packet)))
+            if not empty and not self._in_graph:
+                packet.put_views(self._seen, hide=self._hidden)
 
-    def _complete(self, shelf: Shelf) -> bool:
-        return all(index in self._seen for index in shelf.indices)
+    def _fill(self, packet: Packet) -> None:
+        indices = packet.shelf.indices
+        # Only what this backward has added to may be reduced in place: the rest keeps what it has until the
+        # others have spoken.
+        touched = not self._waiting[len(self._flights)] or self._seen.keys() >= set(indices)
+        for position in packet.fill(in_place=touched and not self._in_graph):
+            self._seen.pop(indices[position], None)  # autograd may have come by with nothing in its hands
+
+    def _start(self, packet: Packet) -> Pending:
+        bucket = GradBucket(
+            packet.shelf.bucket.index,
+            packet.flat,
+            packet.shelf.parameters,
+            is_last=len(self._flights) + 1 == len(self._waiting),
+            is_scaled=self._wiring.scale_on(packet.flat.device) != 1,
+        )
+        return self._wiring.hook(bucket, self._wiring.comm)
 
     # ---- the ranks agree -------------------------------------------------------------------------
 
@@ -318,20 +277,26 @@ class SyncedBackward:
 
     # ---- backward ends ---------------------------------------------------------------------------
 
-    def finish(self) -> Outcome:
-        """Send the rest, hear what the others used, and hand out the reduced gradients."""
+    def finish(self, *, learn: bool = False) -> Outcome:
+        """Send the rest, hear what the others used, and hand out the reduced gradients.
+
+        With ``learn`` the outcome holds the order in which gradients arrived on rank 0.
+        """
         self._phase = Phase.CLOSING
         while len(self._flights) < len(self._waiting):
             self._send_next()
         if not self._agreed:
             self._agree()
-        closings = self._close(Closing(self._used(), tuple(self._seen) if self._learn else ()))
+        arrival = tuple(self._seen) if learn else ()
+        closings = self._close(Closing(self._used(), arrival, tuple(sorted(self._late))))
         # By now every rank has sent everything, so what follows waits for no one's computation.
         failed = {rank: closing.failure for rank, closing in enumerate(closings) if closing.failure}
         transfers = self._wiring.buffers.start() if self._wiring.buffers and not failed else []
         with torch.no_grad():
             self._land()
             finish_broadcast(transfers)
+            if not failed:
+                self._add_late(sorted({index for closing in closings for index in closing.late}))
         self._phase = Phase.DONE
         if failed:
             raise _peer_failed(self.step, failed)
@@ -403,22 +368,40 @@ class SyncedBackward:
         for flight in self._flights:
             flight.land()
 
+    def _add_late(self, late: Sequence[int]) -> None:
+        """Reduce gradients that came, on some rank, after their bucket was out, and add them to it."""
+        for index in late:
+            place, _ = self._layout.route[index]
+            shelf = self._layout.shelves[place]
+            position = shelf.indices.index(index)
+            view, parameter = self._packets[place].views[position], shelf.parameters[position]
+            mine = parameter.grad if index in self._late else None
+            flat = torch.zeros_like(view) if mine is None else mine.clone(memory_format=torch.preserve_format)
+            view.add_(self._wiring.comm.average(flat.contiguous()).wait().view_as(view))
+            if mine is not None:
+                parameter.grad = None
+
     def _hand_out(self, untouched: frozenset[int]) -> None:
         """Make every gradient a view of its reduced bucket; leave alone what no rank has added to."""
+        quick = not untouched and not self._hidden and not self._in_graph
         for flight in self._flights:
-            shelf = flight.shelf
-            shelf.remember(flight.flat)
-            if flight.views is None:
+            packet = flight.packet
+            packet.shelf.remember(packet.flat)
+            if quick and packet.is_out_of_hand:
                 continue
-            for index, parameter, view in zip(shelf.indices, shelf.parameters, flight.views, strict=True):
-                gradient = parameter.grad
-                if gradient is view or index in untouched:
-                    continue
-                if gradient is not None and gradient.requires_grad:
-                    # Part of a graph (create_graph=True): the same tensor, with the agreed value.
-                    gradient.data.copy_(view)
-                else:
-                    parameter.grad = view
+            shelf = packet.shelf
+            for index, parameter, view in zip(shelf.indices, shelf.parameters, packet.views, strict=True):
+                if index not in untouched:
+                    _set_gradient(parameter, view)
+
+
+def _set_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is not None and gradient.requires_grad:
+        # Part of a graph (create_graph=True): the same tensor, with the agreed value.
+        gradient.data.copy_(value)
+    else:
+        parameter.grad = value
 
 
 def _peer_failed(step: int, failed: dict[int, str]) -> PeerFailed:

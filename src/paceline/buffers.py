@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from paceline.comm import Comm, Pending
-from paceline.torch_private import flatten, unflatten
+from paceline.torch_private import flatten
 
 Tensors = Sequence[torch.Tensor]
 
@@ -55,11 +55,14 @@ class Transfer:
         packed = self._pending.wait()
         if self._keep:
             return
-        for group, part in zip(self._groups, torch.split(packed, self._sizes), strict=True):
-            values = unflatten(part.clone().view(group[0].dtype), group)
+        for group, part in zip(self._groups, torch.split_with_sizes(packed, self._sizes), strict=True):
+            flat = part.clone().view(group[0].dtype)
+            values = [
+                v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in group]), group, strict=True)
+            ]
             # Through .data: a forward whose backward is still to come may have saved these tensors, and
             # taking rank 0's values is no edit that this backward has to be warned about.
-            torch._foreach_copy_([tensor.data for tensor in group], list(values))
+            torch._foreach_copy_([tensor.data for tensor in group], values)
 
 
 def start_broadcast(tensors: Tensors, comm: Comm) -> list[Transfer]:

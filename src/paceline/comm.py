@@ -43,6 +43,10 @@ class Comm(ABC):
     is_solo = False  # no other process, ever
     seconds: float  # how long a rank may keep the others waiting
 
+    def mean_factor(self, device: torch.device) -> float:
+        """Return what to multiply by before ``total()`` to get the mean; 1 if ``average()`` is as cheap."""
+        return 1.0
+
     @abstractmethod
     def total(self, flat: torch.Tensor) -> Pending:
         """Sum over the ranks, in place."""
@@ -91,6 +95,9 @@ class GroupComm(Comm):
         self._sum_options = _options(dist.ReduceOp.SUM)
         self._mean_options = _options(dist.ReduceOp.AVG)
 
+    def mean_factor(self, device: torch.device) -> float:
+        return 1.0 if self._mean_is_native.get(device.type) else 1 / self.size
+
     def total(self, flat: torch.Tensor) -> Pending:
         return Pending(flat, self.group.allreduce([_real(flat)], self._sum_options))
 
@@ -98,7 +105,7 @@ class GroupComm(Comm):
         if self._mean_is_native.get(flat.device.type):
             return Pending(flat, self.group.allreduce([_real(flat)], self._mean_options))
         # Divided before the sum, so that 16-bit sums do not overflow.
-        return self.total(flat.mul_(1 / self.size))
+        return self.total(flat if self.size == 1 else flat.mul_(1 / self.size))
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> Pending:
         options = dist.BroadcastOptions()

@@ -87,11 +87,9 @@ class SocketControl(Control):
     def post(self, topic: Topic, frame: bytes) -> None:
         self._keep(self._rank, topic, frame)
         message = _pack(topic, frame)
-        for peer, link in self._links.items():
-            try:
-                link.send_bytes(message)
-            except OSError as error:
-                raise _gone(peer) from error
+        gone = [peer for peer, link in self._links.items() if not _sent(link, message)]
+        if gone:
+            raise _gone(gone[0])
 
     def collect(self, topic: Topic, seconds: float) -> list[bytes]:
         deadline = time.monotonic() + seconds
@@ -267,6 +265,14 @@ def _poller(link: Connection) -> "select.poll":
     poller = select.poll()
     poller.register(link.fileno(), select.POLLIN)
     return poller
+
+
+def _sent(link: Connection, message: bytes) -> bool:
+    try:
+        link.send_bytes(message)
+    except OSError:
+        return False
+    return True
 
 
 def _gone(rank: int) -> PeerLost:

@@ -5,7 +5,7 @@ script switches by its import. Arguments that steer torch's reducer around its o
 have nothing left to do; docs/from-ddp.md goes through them one by one.
 """
 
-import dataclasses
+import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,9 +78,10 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self._attach(comm_for(process_group, device_mesh))
 
-    def _attach(self, comm: Comm) -> None:
+    def _attach(self, comm: Comm, original: Replica | None = None) -> None:
         self._group = _GroupReference(comm.group if isinstance(comm, GroupComm) else None)
-        self._replica: Replica | None = Replica(self.module, comm, self._settings)
+        self._replica: Replica | None = Replica(self.module, comm, self._settings, original)
+        self.require_backward_grad_sync = self._sync_by_default
         self._buffers_to_sync = BufferSync(self.module, comm, self._settings.left_out)
         # The wrapper is the user's handle: when it goes, the module is plain again and may be wrapped anew.
         weakref.finalize(self, self._replica.detach).atexit = False
@@ -136,7 +137,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; buffers are made equal first, as torch does."""
         if self._replica is None and torch.is_grad_enabled():
-            self._reattach()
+            self._attach(comm_for(self._group.group, None))
         if self.will_sync_module_buffers():
             self._buffers_to_sync.run()
         if self.device_ids:
@@ -172,15 +173,18 @@ class DistributedDataParallel(nn.Module):
     # ---- copies and pickles ----------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the engine behind: a copy starts its own at its first forward that computes gradients."""
+        """Leave the engine behind: what is loaded starts its own at the first forward with gradients."""
         return {**self.__dict__, "_replica": None, "_buffers_to_sync": None}
 
-    def _reattach(self) -> None:
-        settings = dataclasses.replace(self._settings, take_state=False)
-        self._settings, before = settings, self._settings
-        self._attach(comm_for(self._group.group, None))
-        self._settings = before
-        self.require_backward_grad_sync = self._sync_by_default
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":
+        """Copy the module; the copy is watched from the start, and no rank has to wait for the others."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        twin.require_forward_param_sync = False
+        if self._replica is not None:
+            twin._attach(self._replica.comm, self._replica)
+        return twin
 
 
 class _GroupReference:

@@ -6,10 +6,11 @@ closing   when all buckets are out: which parameters got a gradient here, or wha
 
 import struct
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 _OPENING = struct.Struct("!Q8s")
-_CLOSING = struct.Struct("!II")
+_CLOSING = struct.Struct("!4I")
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,29 @@ class Closing:
     """Sent after the last bucket.
 
     ``used`` has a byte per parameter, 1 where this rank has a gradient to add; empty means all of them.
-    ``arrival`` is the order in which gradients came, where it is asked for.
+    ``arrival`` is the order in which gradients came, where it is asked for. ``late`` are the parameters that
+    got one more gradient after their bucket was out.
     """
 
     used: bytes = b""
-    arrival: tuple[int, ...] = field(default=())
+    arrival: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
     failure: str = ""
 
     def pack(self) -> bytes:
-        order = array("I", self.arrival).tobytes()
-        return _CLOSING.pack(len(self.used), len(order)) + self.used + order + self.failure.encode()
+        parts = (self.used, _pack(self.arrival), _pack(self.late), self.failure.encode())
+        return _CLOSING.pack(*(len(part) for part in parts)) + b"".join(parts)
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Closing":
-        used, order = _CLOSING.unpack_from(frame)
-        start = _CLOSING.size
-        middle = start + used
-        end = middle + order
-        arrival = tuple(array("I", frame[middle:end]))
-        return cls(frame[start:middle], arrival, frame[end:].decode(errors="replace"))
+        ends = [*accumulate(_CLOSING.unpack_from(frame), initial=_CLOSING.size)]
+        used, arrival, late, failure = (frame[start:end] for start, end in pairwise(ends))
+        return cls(used, _unpack(arrival), _unpack(late), failure.decode(errors="replace"))
+
+
+def _pack(numbers: tuple[int, ...]) -> bytes:
+    return array("I", numbers).tobytes()
+
+
+def _unpack(numbers: bytes) -> tuple[int, ...]:
+    return tuple(array("I", numbers))

@@ -41,18 +41,17 @@ class Guard:
 
 def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer would use gradients that the ranks have not agreed on."""
-    if not reducer.reduced_since_step or not reducer.all_agreed:
-        _refuse_moved(reducer, optimizer)
-        _refuse_local(reducer, optimizer)
-    reducer.reduced_since_step = False
-
-
-def _refuse_local(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-    suspects = reducer.unsynced()
-    if not suspects:
+    if reducer.reduced_since_step and reducer.all_agreed:
+        reducer.reduced_since_step = False
         return
     stepped = _ids(optimizer)
-    names = [name for name, p in suspects.items() if id(p) in stepped and _has_anything(p)]
+    if any(id(parameter) in stepped for parameter in reducer.parameters):
+        _refuse_moved(reducer, stepped)
+        _refuse_local(reducer, stepped)
+
+
+def _refuse_local(reducer: Reducer, stepped: set[int]) -> None:
+    names = [name for name, p in reducer.unsynced().items() if id(p) in stepped and _has_anything(p)]
     if names:
         raise UnsyncedGradients(
             f"step {reducer.step}: optimizer.step() would use gradients that only this rank has: "
@@ -61,12 +60,8 @@ def _refuse_local(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_moved(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-    moved = reducer.moved()
-    if not moved:
-        return
-    stepped = _ids(optimizer)
-    names = [name for name, p in moved.items() if id(p) in stepped and p.grad is not None]
+def _refuse_moved(reducer: Reducer, stepped: set[int]) -> None:
+    names = [name for name, p in reducer.moved().items() if id(p) in stepped and p.grad is not None]
     if names:
         raise UnsyncedGradients(
             f"step {reducer.step}: optimizer.step() would use gradients that were never reduced: "

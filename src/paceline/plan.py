@@ -15,11 +15,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
 MIB = 1024 * 1024
+SMALL_NBYTES = 64 * 1024  # gradients below are cheaper to copy together than one by one
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,16 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Neighbouring slots of one shape: views of all of them come from one operation."""
+
+    count: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Gradients that travel as one flat buffer: one device, one dtype."""
 
@@ -121,6 +132,12 @@ class Plan:
             for slot in bucket.slots:
                 spec = self.specs[slot.parameter]
                 yield f"{spec.name} {spec.shape} {spec.strides} {slot.offset}"
+
+    def runs(self, bucket: Bucket) -> list[Run]:
+        """Group the slots of a bucket into runs of equal shape and strides."""
+        forms = [(_form(self.specs[slot.parameter]), slot.offset) for slot in bucket.slots]
+        groups = [list(group) for _, group in groupby(forms, key=lambda item: item[0])]
+        return [Run(len(group), group[0][1], *group[0][0]) for group in groups]
 
     def reordered(self, arrival: Sequence[int]) -> "Plan":
         """Plan the same parameters again, by the order in which their gradients were seen to arrive.
@@ -168,7 +185,7 @@ def plan_buckets(
         )
     # Buckets go out in the order in which they are expected to be complete.
     groups = sorted(_cut(specs, caps, order), key=lambda group: group[-1][0])
-    buckets = tuple(_bucket(i, [specs[p] for _, p in g], [p for _, p in g]) for i, g in enumerate(groups))
+    buckets = tuple(_bucket(i, specs, [p for _, p in group]) for i, group in enumerate(groups))
     return Plan(tuple(specs), buckets, caps)
 
 
@@ -191,8 +208,14 @@ def _cut(specs: Sequence[Spec], caps: Caps, order: Sequence[int]) -> Iterator[li
 
 
 def _bucket(index: int, specs: Sequence[Spec], parameters: Sequence[int]) -> Bucket:
-    ends = [0]
-    for spec in specs:
-        ends.append(ends[-1] + spec.numel)
+    """Lay slots end to end: the small ones behind the large ones, and equal shapes side by side."""
+    shapes = {shape: i for i, shape in enumerate(dict.fromkeys(_form(specs[p]) for p in parameters))}
+    parameters = sorted(parameters, key=lambda p: (specs[p].nbytes < SMALL_NBYTES, shapes[_form(specs[p])]))
+    ends = [0, *accumulate(specs[parameter].numel for parameter in parameters)]
     slots = (Slot(p, start, end - start) for p, (start, end) in zip(parameters, pairwise(ends), strict=True))
-    return Bucket(index, specs[0].device, specs[0].dtype, tuple(slots))
+    first = specs[parameters[0]]
+    return Bucket(index, first.device, first.dtype, tuple(slots))
+
+
+def _form(spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return spec.shape, spec.strides

@@ -34,6 +34,7 @@ class Reducer:
         self.sync = True  # no_sync() switches it off
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         self._local: set[int] = set()  # parameters whose gradient only this rank has
+        self._held: set[int] = set()  # parameters that autograd comes back to within one backward
         self._backward: SyncedBackward | LocalBackward | None = None
         self._armed = False
         self._lost: PeerLost | None = None
@@ -94,23 +95,26 @@ class Reducer:
 
     def _open(self) -> SyncedBackward | LocalBackward:
         """Start a backward. Called by the hook of its first gradient."""
-        backward = self._start_synced() if self._wants_sync() else LocalBackward(self._local)
-        self._backward = backward
+        backward: SyncedBackward | LocalBackward
+        if self._wants_sync():
+            backward = self._start_synced(in_graph=torch.is_grad_enabled())
+        else:
+            backward = self._backward = LocalBackward(self._local)
         self._arm()
+        if engine_watch.nested():
+            self.on_nested_begin()
         return backward
 
-    def _start_synced(self, failure: str = "") -> SyncedBackward:
+    def _start_synced(self, *, in_graph: bool = False, failure: str = "") -> SyncedBackward:
         if self._lost is not None:
             raise PeerLost(
                 f"no reduction is possible any more: {self._lost}", self._lost.rank
             ) from self._lost
         self._notice_changes()
-        backward = SyncedBackward(
-            self._wiring, self._layout, self.step, self._local, learn=self._plan_is_guess
-        )
+        backward = SyncedBackward(self._wiring, self._layout, self.step, self._local, self._held)
         self._backward = backward
         with self._noting_lost_peers():
-            backward.open(failure)
+            backward.open(in_graph=in_graph, failure=failure)
         return backward
 
     def _wants_sync(self) -> bool:
@@ -122,6 +126,11 @@ class Reducer:
         self._armed = not engine_watch.nested()
         if self._armed:
             when_backward_ends(self._on_backward_end)
+
+    def on_nested_begin(self) -> None:
+        """See BackwardListener: what is on its way must not be added to."""
+        if isinstance(self._backward, SyncedBackward):
+            self._backward.hide()
 
     def on_nested_end(self) -> None:
         """See BackwardListener: from here on the outer backward can be asked to call us at its end."""
@@ -137,7 +146,7 @@ class Reducer:
 
     def _finish(self, backward: SyncedBackward) -> None:
         with self._noting_lost_peers():
-            outcome = backward.finish()
+            outcome = backward.finish(learn=self._plan_is_guess)
         self.step = backward.step + 1
         self._local.difference_update(self.plan.order)
         self.reduced_since_step = True
@@ -160,6 +169,8 @@ class Reducer:
         backward, self._backward = self._backward, None
         if isinstance(backward, LocalBackward):
             return
+        if isinstance(error, PeerLost):
+            self._lost = self._lost or error
         if self._lost is not None:
             self._drop_gradients()
             return
@@ -176,7 +187,7 @@ class Reducer:
     def _tell(self, backward: SyncedBackward | None, failure: str) -> None:
         with self._noting_lost_peers():
             if backward is None:
-                backward = self._start_synced(failure)
+                backward = self._start_synced(failure=failure)
             try:
                 backward.abandon(failure)
             finally:

@@ -43,21 +43,38 @@ class Settings:
 
 
 class Replica:
-    """The handle of a replicated module."""
+    """The handle of a replicated module.
 
-    def __init__(self, module: nn.Module, comm: Comm, settings: Settings) -> None:
-        agree_to_start(comm, lambda: _check(module), lambda: traits_of(module, settings.left_out))
-        if settings.take_state and comm.size > 1:
-            finish_broadcast(start_broadcast(_state(module, settings.left_out), comm))
+    Making one is a collective, except from the ``original`` of a copied module: what that one's ranks agreed
+    on holds for the copy.
+    """
+
+    def __init__(
+        self, module: nn.Module, comm: Comm, settings: Settings, original: "Replica | None" = None
+    ) -> None:
+        if original is None:
+            _agree_and_take_state(module, comm, settings)
+        control = control_over(comm)
+        self.name = control.new_name() if original is None else original._name_of_copy()
+        self._copies = 0
         watched = _watched(module, settings.left_out)
         self.comm = comm
         self.settings = settings
         self._module = weakref.ref(module)
         self._key = id(module)
         self._first_plan = plan_buckets([spec_of(name, p) for name, p in watched], settings.caps)
-        self.reducer = _start_reducer(module, comm, settings, watched)
+        wiring = Wiring(
+            self.name, comm, control, settings.hook, settings.unused, _buffers(module, comm, settings)
+        )
+        self.reducer = None if comm.is_solo or not watched else Reducer(watched, wiring, settings.caps)
+        if self.reducer and settings.guard and comm.size > 1:
+            the_guard.add(self.reducer)
         _replicas[self._key] = self
         weakref.finalize(module, self.detach).atexit = False
+
+    def _name_of_copy(self) -> bytes:
+        self._copies += 1
+        return self.name + b"/%d" % self._copies
 
     @property
     def rank(self) -> int:
@@ -183,19 +200,18 @@ def _caps(bucket_mb: float | Sequence[float], first: float | None) -> Caps:
     return Caps.of_mib(bucket_mb if first is None else [first, *bucket_mb])
 
 
-def _start_reducer(module: nn.Module, comm: Comm, settings: Settings, watched: list[Any]) -> Reducer | None:
-    control = control_over(comm)
-    if comm.is_solo or not watched:
+def _agree_and_take_state(module: nn.Module, comm: Comm, settings: Settings) -> None:
+    agree_to_start(comm, lambda: _check(module), lambda: traits_of(module, settings.left_out))
+    if settings.take_state and comm.size > 1:
+        finish_broadcast(start_broadcast(_state(module, settings.left_out), comm))
+
+
+def _buffers(module: nn.Module, comm: Comm, settings: Settings) -> BufferSync | None:
+    """Return what keeps the buffers equal, if there is anything to keep."""
+    if comm.size == 1 or not settings.buffers_after_backward:
         return None
-    syncs = settings.buffers_after_backward and comm.size > 1
-    buffers = BufferSync(module, comm, settings.left_out) if syncs else None
-    if buffers and buffers.is_empty():
-        buffers = None
-    wiring = Wiring(control.new_name(), comm, control, settings.hook, settings.unused, buffers)
-    reducer = Reducer(watched, wiring, settings.caps)
-    if settings.guard and comm.size > 1:
-        the_guard.add(reducer)
-    return reducer
+    buffers = BufferSync(module, comm, settings.left_out)
+    return None if buffers.is_empty() else buffers
 
 
 def _watched(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, nn.Parameter]]:

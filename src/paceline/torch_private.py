@@ -6,7 +6,6 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.autograd._engine_run_backward        the Python function through which backward() enters the engine
     Variable._execution_engine.queue_callback  run a function when the current backward ends
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
-    torch._C._nn.unflatten_dense_tensors       and back, as views
     ProcessGroup._get_backend, its options._timeout
 """
 
@@ -55,12 +54,6 @@ def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
-def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """View a flat tensor as contiguous tensors of the given shapes."""
-    views: Sequence[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, like)
-    return views
-
-
 def leaves_below(outputs: Iterable[Any]) -> set[int]:
     """Return the ``id`` of every leaf tensor that a backward from ``outputs`` would reach.
 
@@ -100,6 +93,9 @@ def timeout_of(group: Any, device: torch.device) -> float:
 class BackwardListener(Protocol):
     """Who wants to know how backwards end."""
 
+    def on_nested_begin(self) -> None:
+        """Hear that a backward is going to run inside a backward of this thread."""
+
     def on_nested_end(self) -> None:
         """Hear that a backward inside a backward has ended; this thread is back in the outer one."""
 
@@ -117,7 +113,6 @@ class _EngineWatch:
     def __init__(self) -> None:
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._depth = threading.local()
-        self.nesting = 0  # nested backwards on all threads: a hint that spares hooks the thread-local look-up
         self._entry: Callable[..., Any] | None = None
 
     def add(self, listener: BackwardListener) -> None:
@@ -153,11 +148,11 @@ class _EngineWatch:
     def _run_nested(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         assert self._entry is not None
         self._depth.value = getattr(self._depth, "value", 0) + 1
-        self.nesting += 1
+        for listener in list(self._listeners):
+            listener.on_nested_begin()
         try:
             result = self._entry(outputs, *args, **kwargs)
         finally:
-            self.nesting -= 1
             self._depth.value -= 1
         if not self._depth.value:
             for listener in list(self._listeners):

@@ -26,7 +26,7 @@ def share(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def batch(rows: int = 8, width: int = 4, seed: int = 7) -> torch.Tensor:
+def batch(rows: int = 12, width: int = 4, seed: int = 7) -> torch.Tensor:
     """Make the same whole batch on every rank."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
@@ -90,14 +90,14 @@ def story(chapters: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {seen}" for seen, names in headings.items())
 
 
-def first_words(error: BaseException, limit: int = 140) -> str:
-    """Shorten a message to its beginning, without what changes from run to run."""
-    lines = str(error).strip().splitlines() or [""]
-    text = re.sub(r"\[?\S*/(\w+\.(?:cc|cpp|h|py)):\d+\]?", r"\1", lines[0])
+def first_words(error: BaseException, limit: int = 170) -> str:
+    """Shorten a message to its first sentence, without what changes from run to run."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    text = re.sub(r' at "\S+":\d+, please.*', "", text)
+    text = re.sub(r"\[?\S*/(\w+\.(?:cc|cpp|h|py)):\d+\]?", r"\1:", text)
     text = re.sub(r"(\d+\.\d+\.\d+\.\d+)\]?:\d+", r"\1", text)
-    if len(text) <= limit:
-        return text
-    return text[:limit].rsplit(" ", 1)[0] + " ..."
+    text = re.split(r"(?<=\w)\. ", text, maxsplit=1)[0]
+    return text if len(text) <= limit else text[:limit].rsplit(" ", 1)[0] + " ..."
 
 
 def _identical(one: Gradients, other: Gradients) -> bool:

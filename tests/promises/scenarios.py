@@ -1,7 +1,7 @@
 """The situations of the promise matrix, each runnable on any of the libraries.
 
-A scenario runs on every rank of a Gloo group and says in one short sentence what was seen. It measures: nothing
-in here knows what a library is supposed to do.
+A scenario runs on every rank of a Gloo group and says in one short sentence what was seen. It measures:
+nothing in here knows what a library is supposed to do.
 """
 
 import copy
@@ -118,12 +118,12 @@ def flipping_steps(library: Library, search: bool, steps: int = 4) -> str:
     routes = [flipping_route(step) for step in range(steps)]
     with counting_graph_walks() as walks:
         seen = story(branching_steps(library, routes, find_unused_parameters=search))
-    return f"{seen}, {walks()} graph walks in {steps} steps"
+    return f"{seen} ({walks()} graph walks in {steps} steps)"
 
 
 @contextmanager
 def counting_graph_walks() -> Iterator[Callable[[], int]]:
-    """Count the searches through the graph; torch starts each by looking for tensors in a forward's result."""
+    """Count the searches through the graph; torch's start with a look for tensors in a forward's result."""
     import torch.nn.parallel.distributed as torchs
 
     walkers = [(torchs, "_find_tensors")]
@@ -487,7 +487,7 @@ class Buffered(nn.Sequential):
         super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self[1].running_mean.fill_(number)
         self.register_buffer("count", torch.tensor([number]))
-        self.register_buffer("half", torch.full((3,), number, dtype=torch.bfloat16))
+        self.register_buffer("short", torch.full((3,), number, dtype=torch.bfloat16))
         self.register_buffer("mask", torch.tensor([number == 0]))
 
 
@@ -562,7 +562,11 @@ MATRIX = (
     Row("I", "any path but the wrapper's forward", i_not_through_forward),
     Row("K1", "one layer under two re-entrant checkpoints", k1_two_reentrant_checkpoints),
     Row("K2", "two `backward()` on one forward (`retain_graph`)", k2_two_backwards_on_one_forward),
-    Row("M3", "other orders of forwards and backwards", m3_orders_of_forward_and_backward),
+    Row(
+        "M3",
+        "other orders: F1F2B2 is two forwards, then the second one's backward",
+        m3_orders_of_forward_and_backward,
+    ),
     Row("L", "an exception inside rank 0's backward, caught, training goes on", l_exception_in_backward),
     Row("J", "deepcopy and pickle with a non-default group", j_copies),
     Row("Q", "buffers with broadcasting off", q_buffers_without_broadcast),

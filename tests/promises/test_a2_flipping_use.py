@@ -16,7 +16,7 @@ from tests.promises.scenarios import branching_steps, flipping_route, flipping_s
 @ranks(2)
 def test_use_that_flips_equals_the_reference_without_a_flag(library: Library) -> None:
     # Past 16 steps the plan has been made anew from what is often missing.
-    assert flipping_steps(library, search=False, steps=18) == f"{EQUAL}, 0 graph walks in 18 steps"
+    assert flipping_steps(library, search=False, steps=18) == f"{EQUAL} (0 graph walks in 18 steps)"
 
 
 @on_both
@@ -30,7 +30,7 @@ def test_use_that_flips_on_four_ranks_in_many_buckets(library: Library) -> None:
 @on_both
 @ranks(2)
 def test_torchs_flag_may_stay_and_costs_no_graph_walk(library: Library) -> None:
-    assert flipping_steps(library, search=True) == f"{EQUAL}, 0 graph walks in 4 steps"
+    assert flipping_steps(library, search=True) == f"{EQUAL} (0 graph walks in 4 steps)"
 
 
 @ranks(2)
@@ -53,6 +53,6 @@ def test_torch_needs_a_flag_and_a_walk_per_step(search: bool) -> None:
     seen = flipping_steps(TORCH, search)
 
     if search:
-        assert seen == f"{EQUAL}, 4 graph walks in 4 steps"
+        assert seen == f"{EQUAL} (4 graph walks in 4 steps)"
     else:
         assert "raised RuntimeError" in seen

@@ -6,4 +6,4 @@ from paceline.hooks.bucket import GradBucket
 
 def average(bucket: GradBucket, comm: Comm) -> Pending:
     """Take the mean of the bucket over all ranks, in place."""
-    return comm.average(bucket.flat)
+    return comm.total(bucket.flat) if bucket.is_scaled else comm.average(bucket.flat)

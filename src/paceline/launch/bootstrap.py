@@ -30,10 +30,11 @@ def run_script(script: str, args: list[str]) -> None:
     if os.path.isdir(script):
         runpy.run_path(script, run_name="__main__")
         return
-    with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec", dont_inherit=True)
+    path = os.path.abspath(script)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=__builtins__)
+    main.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
@@ -58,7 +59,7 @@ def _show_without_our_frames(
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename in ours:
         first = first.tb_next
-    sys.__excepthook__(kind, error, first)
+    sys.__excepthook__(kind, error.with_traceback(first), first)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Where the time of our step goes on rank 0: ``python -m benchmarks.profile "small MLP" [--cpu]``.
+"""Where the time of our step goes on rank 0: ``python -m benchmarks.hotspots "small MLP" [--cpu]``.
 
 For tuning, not for judging: the profiler itself costs about a microsecond a call.
 """
@@ -17,7 +17,7 @@ from benchmarks.variants import ours
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hotspots", description=__doc__)
     parser.add_argument("model", choices=list(FIVE))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rows", type=int, default=25)

@@ -1,0 +1,40 @@
+"""Memory for flat buffers on a CPU: pages that nobody holds on to, and that need not be faulted in anew.
+
+A buffer that is allocated for a step and freed by ``zero_grad()`` goes back to the kernel, and the next
+step pays for every page of it again, which costs more than copying the gradients. So the pages of a freed
+buffer are kept, but declared free (``MADV_FREE``): the kernel takes them when anybody needs memory, and
+else they are used again.
+"""
+
+import mmap
+import weakref
+
+import torch
+
+WORTHWHILE_NBYTES = 64 * 1024  # below, the allocator's own free lists do the same
+
+_CAN_DECLARE_FREE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MAP_PRIVATE")
+
+
+class Pages:
+    """The memory of one flat buffer, step after step."""
+
+    def __init__(self) -> None:
+        self._idle: mmap.mmap | None = None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor with arbitrary contents; its memory comes back here when the tensor dies."""
+        nbytes = numel * dtype.itemsize
+        if nbytes < WORTHWHILE_NBYTES or not _CAN_DECLARE_FREE:
+            return torch.empty(numel, dtype=dtype)
+        block, self._idle = self._idle, None
+        if block is None:
+            block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        lease = memoryview(block)
+        weakref.finalize(lease, self._take_back, block).atexit = False
+        return torch.frombuffer(lease, dtype=dtype)
+
+    def _take_back(self, block: mmap.mmap) -> None:
+        """Declare the pages free. Called when the last tensor on them has died, by the thread that let go."""
+        block.madvise(mmap.MADV_FREE)
+        self._idle = block

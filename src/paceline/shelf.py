@@ -1,0 +1,266 @@
+"""How the gradients of one bucket become one flat tensor, and views of it afterwards.
+
+    GPU          when the bucket is full: one call copies all gradients, one call makes all views
+    CPU          a large gradient is copied when it arrives, while it is in the cache, and freed at once; the
+                 small ones follow together when the bucket is full
+    one gradient, or gradients that still are views of the last flat tensor: nothing is copied at all
+
+While a gradient is in a packet or on its way, the parameter's ``.grad`` is its view already, so that what was
+copied is freed; or it is hidden (None), if autograd may come back to the parameter.
+"""
+
+import math
+import weakref
+from collections.abc import Container, Sequence
+from types import NoneType
+
+import torch
+
+from paceline.memory import Pages
+from paceline.plan import SMALL_NBYTES, Bucket, Plan
+from paceline.torch_private import flatten
+
+
+class Shelf:
+    """A bucket of the plan, laid over the real parameters."""
+
+    def __init__(self, plan: Plan, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
+        self.bucket = bucket
+        self.indices = [slot.parameter for slot in bucket.slots]
+        self.parameters = [parameters[index] for index in self.indices]
+        self.names = [plan.specs[index].name for index in self.indices]
+        self.on_cpu = bucket.device.type == "cpu"
+        # The plan puts the small slots of a bucket behind the large ones.
+        self.large = sum(slot.numel * bucket.dtype.itemsize >= SMALL_NBYTES for slot in bucket.slots)
+        self.large_numel = sum(slot.numel for slot in bucket.slots[: self.large])
+        self.is_plain = all(parameter.is_contiguous() for parameter in self.parameters)
+        self._runs = plan.runs(bucket)
+        specs = [plan.specs[index] for index in self.indices]
+        self._places = [
+            (s.shape, s.strides, slot.offset) for s, slot in zip(specs, bucket.slots, strict=True)
+        ]
+        self._pages = Pages()
+        self._last_flat: weakref.ref[torch.Tensor] | None = None
+
+    def is_hot(self, position: int) -> bool:
+        """Tell whether a gradient is copied as soon as it arrives."""
+        return self.on_cpu and position < self.large and len(self.indices) > 1
+
+    def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """View the flat tensor as gradients, in the parameters' own strides."""
+        views: list[torch.Tensor] = []
+        for run in self._runs:
+            block = ((run.count, *run.shape), (math.prod(run.shape), *run.strides), run.offset)
+            views.extend(flat.as_strided(*block).unbind())
+        return views
+
+    def empty(self) -> torch.Tensor:
+        """Return a flat tensor for the bucket, to be filled."""
+        if self.on_cpu:
+            return self._pages.empty(self.bucket.numel, self.bucket.dtype)
+        device = self.parameters[0].device
+        return torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=device)
+
+    def remember(self, flat: torch.Tensor) -> None:
+        """Keep a weak eye on the flat tensor that the gradients are views of; zero_grad() frees it."""
+        self._last_flat = weakref.ref(flat)
+
+    def resident(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return the last flat tensor if all gradients still are its views: they were added to in place."""
+        flat = None if self._last_flat is None else self._last_flat()
+        if flat is None:
+            return None
+        return flat if all(self._lies_in(flat, i, g) for i, g in enumerate(gradients)) else None
+
+    def is_resident(self, position: int, gradient: torch.Tensor) -> bool:
+        """Tell whether one gradient still is a view of the last flat tensor."""
+        flat = None if self._last_flat is None else self._last_flat()
+        return flat is not None and self._lies_in(flat, position, gradient)
+
+    def _lies_in(self, flat: torch.Tensor, position: int, gradient: torch.Tensor | None) -> bool:
+        _, strides, offset = self._places[position]
+        return (
+            gradient is not None
+            and gradient.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+            and gradient.stride() == strides
+        )
+
+    def fits(self, gradient: torch.Tensor) -> bool:
+        """Tell whether a gradient is what the plan expects: dense, of the right dtype, in no graph."""
+        return (
+            gradient.dtype is self.bucket.dtype
+            and gradient.layout is torch.strided
+            and not gradient.requires_grad
+        )
+
+    def flat_of_one(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return a lone gradient as a flat tensor of its own memory, if its memory is in the right order."""
+        gradient = gradients[0]
+        if len(gradients) != 1 or gradient is None or gradient.stride() != self._places[0][1]:
+            return None
+        return gradient.as_strided((self.bucket.numel,), (1,))
+
+    def flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Copy contiguous gradients behind each other into a new flat tensor."""
+        try:
+            flat = flatten(gradients)
+        except RuntimeError:
+            self.check(gradients)
+            raise
+        if flat.dtype is not self.bucket.dtype:
+            self.check(gradients)
+        return flat
+
+    def check(self, gradients: Sequence[torch.Tensor | None], start: int = 0) -> None:
+        """Refuse, by name, gradients that cannot be in this bucket."""
+        dtype = self.bucket.dtype
+        for position, gradient in enumerate(gradients, start):
+            if gradient is None or (gradient.dtype is dtype and gradient.layout is torch.strided):
+                continue
+            if gradient.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"{self.names[position]} has a sparse gradient, which paceline does not reduce yet; "
+                    "build the module with sparse=False"
+                )
+            raise TypeError(
+                f"{self.names[position]} has a {gradient.dtype} gradient, but was {dtype} when it was "
+                "replicated. Cast or move a model before replicate(), or detach() and replicate it again"
+            )
+
+
+class Packet:
+    """A bucket in one backward, until it goes out: this rank's gradients times ``scale``."""
+
+    def __init__(self, shelf: Shelf, scale: float) -> None:
+        self.shelf = shelf
+        self._scale = scale
+        self._taken: set[int] = set()
+        self._flat: torch.Tensor | None = None
+        self.views: Sequence[torch.Tensor] = ()
+        self.is_out_of_hand = False  # every gradient is a view of the flat tensor
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The flat tensor, once there is one."""
+        assert self._flat is not None
+        return self._flat
+
+    def take(self, position: int, *, hide: bool) -> None:
+        """Copy a large gradient that has just arrived, and free it. Called by autograd's thread."""
+        shelf = self.shelf
+        parameter = shelf.parameters[position]
+        gradient = parameter.grad
+        # What is odd stays where it is until the bucket is full.
+        if gradient is None or not shelf.fits(gradient) or shelf.is_resident(position, gradient):
+            return
+        if self._flat is None:
+            self._start()
+        view = self.views[position]
+        if position not in self._taken:
+            self._put(position, gradient)
+            self._taken.add(position)
+        elif gradient is not view:
+            view.add_(gradient, alpha=self._scale)
+        parameter.grad = None if hide else view
+
+    def put_views(self, seen: Container[int], *, hide: bool) -> None:
+        """Replace the gradients of this backward by views, so that what was copied is freed."""
+        shelf = self.shelf
+        self.is_out_of_hand = True
+        for index, parameter, view in zip(shelf.indices, shelf.parameters, self.views, strict=True):
+            if index in seen:
+                parameter.grad = None if hide else view
+            else:
+                self.is_out_of_hand = False
+
+    def hide(self) -> None:
+        """Empty ``.grad`` where it is a view of this packet."""
+        for position, view in enumerate(self.views):
+            parameter = self.shelf.parameters[position]
+            if parameter.grad is view:
+                parameter.grad = None
+
+    def fill(self, *, in_place: bool) -> list[int]:
+        """Take all gradients that are still outside, with zeros for those that do not exist.
+
+        With ``in_place`` nothing is copied where that is possible. Returns the positions without a gradient.
+        """
+        gradients = [parameter.grad for parameter in self.shelf.parameters]
+        for position in self._taken:
+            gradients[position] = None
+        missing = []
+        if NoneType in map(type, gradients):
+            missing = [i for i, g in enumerate(gradients) if g is None and i not in self._taken]
+        if in_place and not missing and not self._taken and self._adopt(gradients):
+            return missing
+        if self.shelf.on_cpu:
+            self._copy_on_cpu(gradients, missing)
+        else:
+            self._copy_at_once(gradients)
+        return missing
+
+    def fill_with_zeros(self) -> None:
+        """Make an empty bucket, which keeps the other ranks' collectives matched."""
+        self._flat = self.shelf.empty().zero_()
+
+    def _adopt(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Go without a copy, if the gradients are one flat tensor already."""
+        flat = self.shelf.resident(gradients)
+        if flat is None:
+            flat = self.shelf.flat_of_one(gradients)
+        if flat is None:
+            return False
+        self._flat = flat if self._scale == 1 else flat.mul_(self._scale)
+        self.views = [gradient for gradient in gradients if gradient is not None]
+        return True
+
+    def _copy_at_once(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Copy by one operator for the whole bucket, and scale by another where that is needed."""
+        shelf = self.shelf
+        if shelf.is_plain:
+            pairs = zip(gradients, shelf.parameters, strict=True)
+            self._flat = shelf.flatten([torch.zeros_like(p) if g is None else g for g, p in pairs])
+            self.views = shelf.views(self._flat)
+        else:
+            self._start()
+            self._copy_from(0, gradients)
+        if self._scale != 1:
+            self.flat.mul_(self._scale)
+
+    def _copy_on_cpu(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> None:
+        """Copy the large ones that were not taken one by one, and the small ones together."""
+        large = self.shelf.large
+        if self._flat is None:
+            self._start()
+        for position in missing:
+            self.views[position].zero_()
+        for position, gradient in enumerate(gradients[:large]):
+            if gradient is not None:
+                self.shelf.check([gradient], position)
+                self._put(position, gradient)
+        if large < len(gradients):
+            self._copy_from(large, gradients[large:])
+            if self._scale != 1:
+                self.flat[self.shelf.large_numel :].mul_(self._scale)
+
+    def _copy_from(self, start: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Copy neighbouring gradients by one operator."""
+        self.shelf.check(gradients, start)
+        views = self.views[start:]
+        given = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
+        if len(given) < len(gradients):
+            for view, gradient in zip(views, gradients, strict=True):
+                if gradient is None:
+                    view.zero_()
+        if given:
+            torch._foreach_copy_([view for view, _ in given], [gradient for _, gradient in given])
+
+    def _start(self) -> None:
+        self._flat = self.shelf.empty()
+        self.views = self.shelf.views(self._flat)
+
+    def _put(self, position: int, gradient: torch.Tensor) -> None:
+        if self._scale == 1:
+            self.views[position].copy_(gradient)
+        else:
+            torch.mul(gradient.detach(), self._scale, out=self.views[position])
