@@ -155,7 +155,7 @@ def _row(counts: Counts, theirs: dict[str, int]) -> Row:
     seen = ", ".join(f"{name} {count}" for name, count in counts.operators.items())
     return Row(
         10,
-        f"operators added, {PARAMETERS} parameters in {counts.buckets} buckets",
+        f"operators added, {PARAMETERS} parameters in {counts.buckets} bucket{'s' * (counts.buckets > 1)}",
         exactly(counts.kernels),
         f"<= {counts.buckets + 1}",
         f"{seen}; collectives {sum(counts.collectives.values())}, calls from autograd {counts.calls}; "

@@ -22,7 +22,14 @@ def same_on_all_ranks(tensor: torch.Tensor) -> bool:
 def test_state_of_any_dtype_is_taken_bit_for_bit(rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     raw = torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8)
-    dtypes = [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.int64]
+    dtypes = [
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.int64,
+    ]
     tensors = [raw.view(dtype).clone() for dtype in [*dtypes, torch.int8, torch.uint16, torch.complex64]]
     tensors += [raw < 128, raw.clone().view(torch.float32).view(4, 4).t(), torch.empty(0), raw[:3].clone()]
 

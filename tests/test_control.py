@@ -9,16 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from paceline.comm import GroupComm, SoloComm
-from paceline.control import (
-    Control,
-    GroupControl,
-    SocketControl,
-    SoloControl,
-    _answer,
-    _call,
-    _listen,
-    control_over,
-)
+from paceline.control import Control, GroupControl, MailboxControl, SocketControl, SoloControl, control_over
+from paceline.control.mailbox import SLOTS
+from paceline.control.sockets import answer, call, listen
 from paceline.errors import PeerLost, RanksDisagree
 from paceline.frames import Closing, Opening
 from paceline.testing import ranks
@@ -45,11 +38,48 @@ def test_every_rank_gets_every_frame_in_rank_order(rank: int) -> None:
             assert control.collect(b"topic", 20) == [bytes([r]) * length for r in range(3)]
 
 
+def by_sockets_alone(control: MailboxControl) -> SocketControl:
+    return SocketControl(control._rank, control._links)
+
+
+@ranks(3)
+def test_sockets_alone_do_it_too(rank: int) -> None:
+    control = by_sockets_alone(control_over(GroupComm(dist.group.WORLD)))
+    for length in (0, 5, 100_000):
+        control.post(b"topic", bytes([rank]) * length)
+        assert control.collect(b"topic", 20) == [bytes([r]) * length for r in range(3)]
+
+
 @ranks(2)
-def test_ranks_of_one_machine_are_wired_by_local_sockets(rank: int) -> None:
+def test_more_frames_than_a_mailbox_has_slots(rank: int) -> None:
+    control = control_over(GroupComm(dist.group.WORLD))
+    for number in range(3 * SLOTS):
+        frame = bytes([number % 256]) * (5000 if number % 7 == 0 else 10)
+        control.post(b"t", frame)
+        assert control.collect(b"t", 20) == [frame, frame]
+
+
+@ranks(2)
+def test_a_rank_that_is_ahead_waits_for_room_in_its_mailbox(rank: int) -> None:
+    control = control_over(GroupComm(dist.group.WORLD))
+    if rank == 0:
+        for number in range(2 * SLOTS):
+            control.post(b"t", bytes([number]))
+        for _ in range(2 * SLOTS):
+            control.collect(b"t", 20)
+    else:
+        time.sleep(0.05)  # let rank 0 run into the wall
+        for number in range(2 * SLOTS):
+            control.post(b"t", b"")
+            assert control.collect(b"t", 20)[0] == bytes([number])
+    dist.barrier()
+
+
+@ranks(2)
+def test_ranks_of_one_machine_share_mailboxes(rank: int) -> None:
     comm = GroupComm(dist.group.WORLD)
 
-    assert isinstance(control_over(comm), SocketControl)
+    assert isinstance(control_over(comm), MailboxControl)
     assert control_over(comm) is control_over(GroupComm(dist.group.WORLD))
 
 
@@ -102,20 +132,20 @@ def test_a_rank_whose_process_ended_is_named_at_once(rank: int) -> None:
 
 
 def test_a_stranger_who_does_not_know_the_key_is_sent_away() -> None:
-    with _listen(4) as listener:
+    with listen(4) as listener:
         address = listener.getsockname()
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         stranger.connect(address)
         hello = os.urandom(32) + struct.pack("!I", 1)
         stranger.sendall(struct.pack("!i", len(hello)) + hello)
 
-        assert _answer(listener, b"key", time.monotonic() + 5) == {}
+        assert answer(listener, b"key", time.monotonic() + 5) == {}
         garbage = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         garbage.connect(address)
         garbage.close()
-        assert _answer(listener, b"key", time.monotonic() + 5) == {}
-        friend = _call(address[1:].decode(), b"key", 3)
-        assert list(_answer(listener, b"key", time.monotonic() + 5)) == [3]
+        assert answer(listener, b"key", time.monotonic() + 5) == {}
+        friend = call(address[1:].decode(), b"key", 3)
+        assert list(answer(listener, b"key", time.monotonic() + 5)) == [3]
         friend.close()
         stranger.close()
 

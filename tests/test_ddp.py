@@ -251,11 +251,17 @@ def test_arguments_that_come_later_are_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"device_ids": [0]}, "device_ids=[0] and output_device=None are for a module on one GPU, but this one is on cpu"),
+        (
+            {"device_ids": [0]},
+            "device_ids=[0] and output_device=None are for a module on one GPU, but this one is on cpu",
+        ),
         ({"output_device": 1}, "device_ids=None and output_device=1 are for a module on one GPU"),
         ({"bucket_cap_mb": 0}, "greater than 0, got [0]"),
         ({"bucket_cap_mb": -3}, "greater than 0, got [-3]"),
-        ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1, 2]}, "give bucket_cap_mb (1) or bucket_cap_mb_list ([1, 2])"),
+        (
+            {"bucket_cap_mb": 1, "bucket_cap_mb_list": [1, 2]},
+            "give bucket_cap_mb (1) or bucket_cap_mb_list ([1, 2])",
+        ),
         ({"process_group": -100}, "this rank is not in the process group"),
     ],
 )

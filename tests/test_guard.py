@@ -29,9 +29,9 @@ def test_a_step_on_local_gradients_raises_and_changes_nothing(rank: int) -> None
         optimizer.step()
 
     assert str(caught.value) == (
-        "step 0: optimizer.step() would use gradients that only this rank has: weight, bias. They were computed "
-        "inside no_sync() or accumulate(): run one backward outside of it before the step, or drop them with "
-        "zero_grad()."
+        "step 0: optimizer.step() would use gradients that only this rank has: weight, bias. They were "
+        "computed inside no_sync() or accumulate(): run one backward outside of it before the step, or drop "
+        "them with zero_grad()."
     )
     assert caught.value.parameters == ("weight", "bias")
     assert torch.equal(model.weight, before)
@@ -115,7 +115,9 @@ def test_a_model_that_was_cast_after_replicate_does_not_step_silently(rank: int)
     model.double()
     model(torch.full((2, 4), rank + 1.0, dtype=torch.float64)).sum().backward()
 
-    with pytest.raises(paceline.UnsyncedGradients, match="weight, bias.*cast or moved after the model was replicated"):
+    with pytest.raises(
+        paceline.UnsyncedGradients, match="weight, bias.*cast or moved after the model was replicated"
+    ):
         optimizer.step()
 
 

@@ -11,7 +11,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICES[0]) -> Spec:
+def spec(
+    name: str, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICES[0]
+) -> Spec:
     return Spec(name, shape, dtype, device, tuple(torch.empty(shape, device="meta").stride()))
 
 
@@ -71,7 +73,9 @@ def test_the_same_parameters_give_the_same_plan_on_every_rank(specs: list[Spec],
     order = list(range(len(specs)))
     random.shuffle(order)
     elsewhere = [
-        Spec(s.name, s.shape, s.dtype, torch.device("cuda", s.device.index + 2), s.strides) if s.device.index else s
+        Spec(s.name, s.shape, s.dtype, torch.device("cuda", s.device.index + 2), s.strides)
+        if s.device.index
+        else s
         for s in specs
     ]
 
@@ -94,7 +98,9 @@ def test_replanning_keeps_every_parameter_and_follows_the_arrival(specs, caps, d
     for bucket in again.buckets:
         forms: dict[object, list[int]] = {}
         for slot in bucket.slots:
-            forms.setdefault((slot.numel, specs[slot.parameter].shape), []).append(expected.index(slot.parameter))
+            forms.setdefault((slot.numel, specs[slot.parameter].shape), []).append(
+                expected.index(slot.parameter)
+            )
         assert all(places == sorted(places) for places in forms.values())
 
 

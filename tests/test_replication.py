@@ -195,9 +195,17 @@ def test_the_user_gets_no_sync_back_after_an_exception(rank: int) -> None:
     [
         ({"module": [1]}, TypeError, "replicate() takes a torch.nn.Module, got list"),
         ({"bucket_mb": 0}, ValueError, "bucket sizes are in MiB and have to be greater than 0, got [0, 0]"),
-        ({"bucket_mb": [25, -1]}, ValueError, "bucket sizes are in MiB and have to be greater than 0, got [-1]"),
-        ({"first_bucket_mb": 0}, ValueError, "bucket sizes are in MiB and have to be greater than 0, got [0]"),
-        ({"unused": "maybe"}, ValueError, "unused has to be \"allow\" or \"error\", got 'maybe'"),
+        (
+            {"bucket_mb": [25, -1]},
+            ValueError,
+            "bucket sizes are in MiB and have to be greater than 0, got [-1]",
+        ),
+        (
+            {"first_bucket_mb": 0},
+            ValueError,
+            "bucket sizes are in MiB and have to be greater than 0, got [0]",
+        ),
+        ({"unused": "maybe"}, ValueError, 'unused has to be "allow" or "error", got \'maybe\''),
         ({"hook": 3}, TypeError, "hook has to be a function of (bucket, comm), got int"),
         ({"group": -100}, ValueError, "this rank is not in the process group that was given"),
         ({"group": 1, "mesh": 2}, ValueError, "give a process group or a device mesh, not both"),
@@ -278,20 +286,21 @@ def test_a_group_that_this_rank_is_not_in(rank: int) -> None:
 
 @ranks(3)
 def test_different_models_get_one_text_on_every_rank(rank: int) -> None:
+    narrow, wide = "(2, 2) float32, trainable", "(2, 2) float64, trainable"
     models = {
-        "0.weight is (4, 3) float32, trainable on ranks 0, 1 but (4, 5) float32, trainable on rank 2": nn.Sequential(
-            nn.Linear(5 if rank == 2 else 3, 4)
+        "0.weight is (4, 3) float32, trainable on ranks 0, 1 but (4, 5) float32, trainable on rank 2": (
+            nn.Sequential(nn.Linear(5 if rank == 2 else 3, 4))
         ),
-        "1.weight is missing on ranks 0, 2 but (2, 2) float32, trainable on rank 1": nn.Sequential(
+        f"1.weight is missing on ranks 0, 2 but {narrow} on rank 1": nn.Sequential(
             nn.Linear(2, 2), *([nn.Linear(2, 2)] if rank == 1 else [])
         ),
-        "weight is (2, 2) float32, trainable on ranks 0, 1 but (2, 2) float64, trainable on rank 2": nn.Linear(
+        f"weight is {narrow} on ranks 0, 1 but {wide} on rank 2": nn.Linear(
             2, 2, dtype=torch.float64 if rank == 2 else torch.float32
         ),
-        "weight is (2, 2) float32, trainable on rank 0 but (2, 2) float32, frozen on ranks 1, 2": nn.Linear(
+        f"weight is {narrow} on rank 0 but (2, 2) float32, frozen on ranks 1, 2": nn.Linear(
             2, 2
         ).requires_grad_(rank == 0),
-        "the same names come in another order, at place 0 b.weight on rank 0 but a.weight on ranks 1, 2": nn.ModuleDict(
+        "come in another order, at place 0 b.weight on rank 0 but a.weight on ranks 1, 2": nn.ModuleDict(
             {key: nn.Linear(2, 2) for key in ("ab" if rank else "ba")}
         ),
     }

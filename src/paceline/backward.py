@@ -119,6 +119,7 @@ class SyncedBackward:
     def __init__(self, wiring: Wiring, layout: Layout, step: int, local: set[int], held: set[int]) -> None:
         self._wiring = wiring
         self._layout = layout
+        self._route = layout.route
         self._local = local
         self._held = held
         self._in_graph = False
@@ -152,7 +153,7 @@ class SyncedBackward:
         self._seen[parameter] = None
         if self._in_graph or parameter in self._held:
             return
-        place, position = self._layout.route[parameter]
+        place, position = self._route[parameter]
         if position is not None:
             self._packets[place].take(position, hide=self._hidden)
         self._waiting[place] -= 1

@@ -58,7 +58,8 @@ class Transfer:
         for group, part in zip(self._groups, torch.split_with_sizes(packed, self._sizes), strict=True):
             flat = part.clone().view(group[0].dtype)
             values = [
-                v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in group]), group, strict=True)
+                v.view(t.shape)
+                for v, t in zip(torch.split_with_sizes(flat, [t.numel() for t in group]), group, strict=True)
             ]
             # Through .data: a forward whose backward is still to come may have saved these tensors, and
             # taking rank 0's values is no edit that this backward has to be warned about.

@@ -6,12 +6,15 @@ buffer are kept, but declared free (``MADV_FREE``): the kernel takes them when a
 else they are used again.
 """
 
+import contextlib
 import mmap
 import weakref
 
 import torch
 
 WORTHWHILE_NBYTES = 64 * 1024  # below, the allocator's own free lists do the same
+
+HUGE_NBYTES = 4 * 1024 * 1024
 
 _CAN_DECLARE_FREE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MAP_PRIVATE")
 
@@ -30,6 +33,9 @@ class Pages:
         block, self._idle = self._idle, None
         if block is None:
             block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if nbytes >= HUGE_NBYTES:
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to look after
         lease = memoryview(block)
         weakref.finalize(lease, self._take_back, block).atexit = False
         return torch.frombuffer(lease, dtype=dtype)

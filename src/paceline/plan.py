@@ -86,6 +86,10 @@ class Run:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    def block(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return shape, strides and offset of all slots together, as ``as_strided`` takes them."""
+        return (self.count, *self.shape), (math.prod(self.shape), *self.strides), self.offset
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -9,7 +9,6 @@ While a gradient is in a packet or on its way, the parameter's ``.grad`` is its 
 copied is freed; or it is hidden (None), if autograd may come back to the parameter.
 """
 
-import math
 import weakref
 from collections.abc import Container, Sequence
 from types import NoneType
@@ -18,7 +17,11 @@ import torch
 
 from paceline.memory import Pages
 from paceline.plan import SMALL_NBYTES, Bucket, Plan
-from paceline.torch_private import flatten
+from paceline.torch_private import flatten, unflatten
+
+# Up to here a new flat tensor for small gradients is cheap: the allocator does not give such sizes back at
+# once.
+MODEST_NBYTES = 4 * 1024 * 1024
 
 
 class Shelf:
@@ -35,6 +38,7 @@ class Shelf:
         self.large_numel = sum(slot.numel for slot in bucket.slots[: self.large])
         self.is_plain = all(parameter.is_contiguous() for parameter in self.parameters)
         self._runs = plan.runs(bucket)
+        self._few_runs = len(self._runs) * 4 <= len(self.indices)
         specs = [plan.specs[index] for index in self.indices]
         self._places = [
             (s.shape, s.strides, slot.offset) for s, slot in zip(specs, bucket.slots, strict=True)
@@ -48,11 +52,11 @@ class Shelf:
 
     def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """View the flat tensor as gradients, in the parameters' own strides."""
-        views: list[torch.Tensor] = []
-        for run in self._runs:
-            block = ((run.count, *run.shape), (math.prod(run.shape), *run.strides), run.offset)
-            views.extend(flat.as_strided(*block).unbind())
-        return views
+        if self._few_runs:
+            return [view for run in self._runs for view in flat.as_strided(*run.block()).unbind()]
+        if self.is_plain:
+            return unflatten(flat, self.parameters)
+        return [flat.as_strided(*place) for place in self._places]
 
     def empty(self) -> torch.Tensor:
         """Return a flat tensor for the bucket, to be filled."""
@@ -166,12 +170,14 @@ class Packet:
     def put_views(self, seen: Container[int], *, hide: bool) -> None:
         """Replace the gradients of this backward by views, so that what was copied is freed."""
         shelf = self.shelf
-        self.is_out_of_hand = True
+        self.is_out_of_hand = not hide and all(map(seen.__contains__, shelf.indices))
+        if self.is_out_of_hand:
+            for parameter, view in zip(shelf.parameters, self.views, strict=True):
+                parameter.grad = view
+            return
         for index, parameter, view in zip(shelf.indices, shelf.parameters, self.views, strict=True):
             if index in seen:
                 parameter.grad = None if hide else view
-            else:
-                self.is_out_of_hand = False
 
     def hide(self) -> None:
         """Empty ``.grad`` where it is a view of this packet."""
@@ -227,31 +233,35 @@ class Packet:
         if self._scale != 1:
             self.flat.mul_(self._scale)
 
-    def _copy_on_cpu(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> None:
+    def _copy_on_cpu(self, gradients: list[torch.Tensor | None], missing: Sequence[int]) -> None:
         """Copy the large ones that were not taken one by one, and the small ones together."""
-        large = self.shelf.large
+        shelf, large = self.shelf, self.shelf.large
+        if not large and shelf.is_plain and not missing and shelf.bucket.nbytes < MODEST_NBYTES:
+            self._copy_at_once(gradients)
+            return
         if self._flat is None:
             self._start()
-        for position in missing:
-            self.views[position].zero_()
         for position, gradient in enumerate(gradients[:large]):
             if gradient is not None:
-                self.shelf.check([gradient], position)
+                shelf.check([gradient], position)
                 self._put(position, gradient)
+        for position in missing:
+            if position < large:
+                self.views[position].zero_()
         if large < len(gradients):
             self._copy_from(large, gradients[large:])
             if self._scale != 1:
-                self.flat[self.shelf.large_numel :].mul_(self._scale)
+                self.flat[shelf.large_numel :].mul_(self._scale)
 
     def _copy_from(self, start: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Copy neighbouring gradients by one operator."""
+        """Copy the gradients from one position on, by one operator."""
         self.shelf.check(gradients, start)
-        views = self.views[start:]
-        given = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
-        if len(given) < len(gradients):
-            for view, gradient in zip(views, gradients, strict=True):
-                if gradient is None:
-                    view.zero_()
+        given = []
+        for view, gradient in zip(self.views[start:], gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                given.append((view, gradient))
         if given:
             torch._foreach_copy_([view for view, _ in given], [gradient for _, gradient in given])
 

@@ -6,6 +6,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.autograd._engine_run_backward        the Python function through which backward() enters the engine
     Variable._execution_engine.queue_callback  run a function when the current backward ends
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
+    torch._C._nn.unflatten_dense_tensors       and back, as views
     ProcessGroup._get_backend, its options._timeout
 """
 
@@ -52,6 +53,12 @@ def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Copy tensors behind each other into one new flat tensor."""
     flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
     return flat
+
+
+def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """View a flat tensor as contiguous tensors of the given shapes."""
+    views: Sequence[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, like)
+    return views
 
 
 def leaves_below(outputs: Iterable[Any]) -> set[int]:

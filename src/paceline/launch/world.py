@@ -21,6 +21,7 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 from paceline.launch.device import choose_backend, choose_device
 from paceline.launch.job import loopback_variables
 from paceline.launch.place import Place, find_local_rank, find_place
+from paceline.launch.quiet import wait_for_workers
 from paceline.launch.store import meet, open_store, wait_for_all
 
 MEETING_SECONDS = 300.0  # how long ranks wait for each other at the start, unless told otherwise
@@ -137,6 +138,7 @@ class _Membership:
         atexit.unregister(self._on_exit)
         if dist.is_initialized():
             self._destroy_group()
+        wait_for_workers(CLOSING_SECONDS)
         if not self._place.launcher_hosts_store:
             self._say_bye(store, CLOSING_SECONDS if politely and self._place.rank == 0 else 0)
 
