@@ -153,5 +153,5 @@ def test_a_stranger_who_does_not_know_the_key_is_sent_away() -> None:
 def test_frames_survive_packing() -> None:
     for opening in (Opening(3, b"12345678"), Opening(2**40, b"\0" * 8, "ValueError: ü")):
         assert Opening.unpack(opening.pack()) == opening
-    for closing in (Closing(), Closing(b"\1\0\1", (2, 0, 70000)), Closing(failure="boom\nline")):
+    for closing in (Closing(), Closing(7, b"\1\0\1", (2, 0, 70000), (1,)), Closing(failure="boom\nline")):
         assert Closing.unpack(closing.pack()) == closing

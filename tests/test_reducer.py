@@ -500,3 +500,62 @@ def test_a_loss_that_uses_no_parameter_of_the_replica_opens_nothing(rank: int) -
     other(torch.ones(1, 2)).sum().backward()
 
     assert paceline.replica(model).step == 0
+
+
+class Two(nn.Module):
+    """Two replicated halves of one graph, which ranks may run in different orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, *, a_first: bool) -> torch.Tensor:
+        first, second = (self.a, self.b) if a_first else (self.b, self.a)
+        return second(torch.tanh(first(x)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("bucket_mb", [25, 1e-6])
+def test_one_backward_through_two_replicas(rank: int, bucket_mb: float) -> None:
+    torch.manual_seed(0)
+    model = Two()
+    expected = reference(model, lambda m: m(batch(), a_first=True).square().mean().backward())
+    for part in (model.a, model.b):
+        paceline.replicate(part, bucket_mb=bucket_mb)
+
+    for _ in range(3):
+        model.zero_grad()
+        model(share(batch(), rank), a_first=True).square().mean().backward()
+        assert_same(gradients(model), expected)
+
+
+@ranks(2)
+def test_two_replicas_in_one_backward_that_end_in_different_orders(rank: int) -> None:
+    """The ends meet in the order of the replicas' names, whatever was reached first."""
+    torch.manual_seed(0)
+    model = Two()
+    for part in (model.a, model.b):
+        paceline.replicate(part)
+        paceline.replica(part).reducer._held.update((0, 1))  # everything goes out at the end of the backward
+
+    def run(m: nn.Module, r: int) -> torch.Tensor:
+        return m(share(batch(), r), a_first=r == 0).square().mean()
+
+    expected = reference(model, lambda m: ((run(m, 0) + run(m, 1)) / 2).backward())
+    run(model, rank).backward()
+
+    assert_same(gradients(model), expected)
+
+
+@ranks(2)
+def test_buckets_sent_in_different_orders_are_found_out(rank: int) -> None:
+    model = paceline.replicate(mlp())
+    paceline.replica(model).reducer._wiring.control.note(b"something else" if rank else b"something")
+
+    with pytest.raises(
+        paceline.RanksDisagree, match="sent the buckets of several models in different orders"
+    ):
+        loss_of(model, share(batch(), rank)).backward()
+    assert model[0].weight.grad is None
+    loss_of(model, share(batch(), rank)).backward()
+    assert model[0].weight.grad is not None

@@ -229,6 +229,7 @@ class SyncedBackward:
             is_last=len(self._flights) + 1 == len(self._waiting),
             is_scaled=self._wiring.scale_on(packet.flat.device) != 1,
         )
+        self._wiring.control.note(b"%b %d" % (self._wiring.name, bucket.index))
         return self._wiring.hook(bucket, self._wiring.comm)
 
     # ---- the ranks agree -------------------------------------------------------------------------
@@ -278,18 +279,23 @@ class SyncedBackward:
 
     # ---- backward ends ---------------------------------------------------------------------------
 
-    def finish(self, *, learn: bool = False) -> Outcome:
-        """Send the rest, hear what the others used, and hand out the reduced gradients.
-
-        With ``learn`` the outcome holds the order in which gradients arrived on rank 0.
-        """
+    def send_rest(self) -> None:
+        """Send the buckets that have not gone out, with zeros in the slots that got no gradient."""
         self._phase = Phase.CLOSING
         while len(self._flights) < len(self._waiting):
             self._send_next()
         if not self._agreed:
             self._agree()
+
+    def finish(self, *, learn: bool = False) -> Outcome:
+        """Hear what the others used, and hand out the reduced gradients.
+
+        With ``learn`` the outcome holds the order in which gradients arrived on rank 0.
+        """
+        self.send_rest()
         arrival = tuple(self._seen) if learn else ()
-        closings = self._close(Closing(self._used(), arrival, tuple(sorted(self._late))))
+        trace = self._wiring.control.trace
+        closings = self._close(Closing(trace, self._used(), arrival, tuple(sorted(self._late))))
         # By now every rank has sent everything, so what follows waits for no one's computation.
         failed = {rank: closing.failure for rank, closing in enumerate(closings) if closing.failure}
         transfers = self._wiring.buffers.start() if self._wiring.buffers and not failed else []
@@ -301,6 +307,13 @@ class SyncedBackward:
         self._phase = Phase.DONE
         if failed:
             raise _peer_failed(self.step, failed)
+        if len({closing.trace for closing in closings}) > 1:
+            self._wiring.control.trace = 0
+            raise RanksDisagree(
+                f"step {self.step}: the ranks sent the buckets of several models in different orders, so "
+                "that sums were mixed up. The models are reached by one backward, in different orders on "
+                "different ranks; run one backward for each. The gradients were dropped on every rank."
+            )
         outcome = self._outcome(closings)
         self._hand_out(outcome.missing_everywhere)
         return outcome
@@ -316,7 +329,7 @@ class SyncedBackward:
         with torch.no_grad():
             while len(self._flights) < len(self._waiting):
                 self._send_next(empty=True)
-            self._close(Closing(failure=failure), TELL_SECONDS)
+            self._close(Closing(self._wiring.control.trace, failure=failure), TELL_SECONDS)
             self._land()
         self._phase = Phase.DONE
 

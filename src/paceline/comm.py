@@ -102,10 +102,12 @@ class GroupComm(Comm):
         return Pending(flat, self.group.allreduce([_real(flat)], self._sum_options))
 
     def average(self, flat: torch.Tensor) -> Pending:
+        if self.size == 1:
+            return self.total(flat)
         if self._mean_is_native.get(flat.device.type):
             return Pending(flat, self.group.allreduce([_real(flat)], self._mean_options))
         # Divided before the sum, so that 16-bit sums do not overflow.
-        return self.total(flat if self.size == 1 else flat.mul_(1 / self.size))
+        return self.total(flat.mul_(1 / self.size))
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> Pending:
         options = dist.BroadcastOptions()

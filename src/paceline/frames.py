@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 _OPENING = struct.Struct("!Q8s")
-_CLOSING = struct.Struct("!4I")
+_CLOSING = struct.Struct("!5I")
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,13 @@ class Opening:
 class Closing:
     """Sent after the last bucket.
 
+    ``trace`` stands for everything that this rank has sent so far, and in which order.
     ``used`` has a byte per parameter, 1 where this rank has a gradient to add; empty means all of them.
     ``arrival`` is the order in which gradients came, where it is asked for. ``late`` are the parameters that
     got one more gradient after their bucket was out.
     """
 
+    trace: int = 0
     used: bytes = b""
     arrival: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
@@ -46,13 +48,14 @@ class Closing:
 
     def pack(self) -> bytes:
         parts = (self.used, _pack(self.arrival), _pack(self.late), self.failure.encode())
-        return _CLOSING.pack(*(len(part) for part in parts)) + b"".join(parts)
+        return _CLOSING.pack(self.trace, *(len(part) for part in parts)) + b"".join(parts)
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Closing":
-        ends = [*accumulate(_CLOSING.unpack_from(frame), initial=_CLOSING.size)]
+        trace, *lengths = _CLOSING.unpack_from(frame)
+        ends = accumulate(lengths, initial=_CLOSING.size)
         used, arrival, late, failure = (frame[start:end] for start, end in pairwise(ends))
-        return cls(used, _unpack(arrival), _unpack(late), failure.decode(errors="replace"))
+        return cls(trace, used, _unpack(arrival), _unpack(late), failure.decode(errors="replace"))
 
 
 def _pack(numbers: tuple[int, ...]) -> bytes:

@@ -15,7 +15,7 @@ import torch
 from paceline.backward import Layout, LocalBackward, Outcome, SyncedBackward, Wiring
 from paceline.errors import PacelineError, PeerFailed, PeerLost
 from paceline.plan import Caps, Plan, Spec, plan_buckets
-from paceline.torch_private import accumulator_of, engine_watch, leaves_below, when_backward_ends
+from paceline.torch_private import accumulator_of, engine_watch, leaves_below
 
 FAILURE_LIMIT = 2000  # characters of an exception's text that travel to the other ranks
 
@@ -29,6 +29,7 @@ class Reducer:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._wiring = wiring
+        self.name = wiring.name
         self._caps = caps
         self.step = 0  # reduced backwards that were started, failed ones included
         self.sync = True  # no_sync() switches it off
@@ -125,7 +126,7 @@ class Reducer:
         # on the outer one instead.
         self._armed = not engine_watch.nested()
         if self._armed:
-            when_backward_ends(self._on_backward_end)
+            engine_watch.call_at_end(self)
 
     def on_nested_begin(self) -> None:
         """See BackwardListener: what is on its way must not be added to."""
@@ -137,8 +138,14 @@ class Reducer:
         if self._backward is not None and not self._armed:
             self._arm()
 
-    def _on_backward_end(self) -> None:
-        """Close the backward. Called by the autograd engine in the streams of backward()'s caller."""
+    def on_backward_over(self) -> None:
+        """See BackwardListener: send what has not gone out."""
+        if isinstance(self._backward, SyncedBackward):
+            with self._noting_lost_peers():
+                self._backward.send_rest()
+
+    def on_backward_end(self) -> None:
+        """See BackwardListener: hand out the reduced gradients."""
         if isinstance(self._backward, SyncedBackward):
             self._finish(self._backward)
         self._backward = None
@@ -167,6 +174,7 @@ class Reducer:
     def on_backward_raised(self, error: BaseException, outputs: Iterable[Any]) -> None:
         """See BackwardListener: settle the matter with the other ranks before the user sees the error."""
         backward, self._backward = self._backward, None
+        engine_watch.forget(self)
         if isinstance(backward, LocalBackward):
             return
         if isinstance(error, PeerLost):

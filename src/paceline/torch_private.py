@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,11 +43,6 @@ def accumulator_of(parameter: torch.Tensor) -> Node:
     accumulator = node.next_functions[0][0]
     assert accumulator is not None
     return accumulator
-
-
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Run ``callback`` at the end of the backward that this thread works for, in its caller's streams."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -98,7 +94,15 @@ def timeout_of(group: Any, device: torch.device) -> float:
 
 
 class BackwardListener(Protocol):
-    """Who wants to know how backwards end."""
+    """Who wants to know how backwards end. ``name`` puts several of them in the same order on every rank."""
+
+    name: bytes
+
+    def on_backward_over(self) -> None:
+        """Hear, before anybody closes, that the backward has computed everything."""
+
+    def on_backward_end(self) -> None:
+        """Close the backward. Like the one before, called by the engine in the streams of its caller."""
 
     def on_nested_begin(self) -> None:
         """Hear that a backward is going to run inside a backward of this thread."""
@@ -120,6 +124,7 @@ class _EngineWatch:
     def __init__(self) -> None:
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._depth = threading.local()
+        self._ending: dict[int, list[Any]] = {}
         self._entry: Callable[..., Any] | None = None
 
     def add(self, listener: BackwardListener) -> None:
@@ -130,10 +135,38 @@ class _EngineWatch:
 
     def remove(self, listener: BackwardListener) -> None:
         self._listeners.discard(listener)
+        self.forget(listener)
         # Somebody may have wrapped us in turn; then the door stays ours, and costs nothing.
         if not self._listeners and getattr(torch.autograd, _DOOR) == self._run:
             setattr(torch.autograd, _DOOR, self._entry)
             self._entry = None
+
+    def forget(self, listener: BackwardListener) -> None:
+        """Call a listener no more for backwards that were cut short."""
+        self._ending = {
+            task: others
+            for task, waiting in self._ending.items()
+            if (others := [other for other in waiting if other is not listener])
+        }
+
+    def call_at_end(self, listener: BackwardListener) -> None:
+        """Have a listener called when the backward that this thread works for ends.
+
+        Several replicas may be reached by one backward, in different orders on different ranks. They are
+        closed together, in the order of their names.
+        """
+        task = torch._C._current_graph_task_id()
+        waiting = self._ending.setdefault(task, [])
+        waiting.append(listener)
+        if len(waiting) == 1:
+            Variable._execution_engine.queue_callback(partial(self._end, task))
+
+    def _end(self, task: int) -> None:
+        listeners = sorted(self._ending.pop(task), key=_name_of)
+        for listener in listeners:
+            listener.on_backward_over()
+        for listener in listeners:
+            listener.on_backward_end()
 
     def nested(self) -> bool:
         """Whether this thread is inside a backward that was started by a backward."""
@@ -148,7 +181,7 @@ class _EngineWatch:
         except BaseException as error:
             # torch.autograd.grad writes no .grad, so its failure is nobody's business here.
             if kwargs.get("accumulate_grad"):
-                for listener in list(self._listeners):
+                for listener in sorted(self._listeners, key=_name_of):
                     listener.on_backward_raised(error, outputs)
             raise
 
@@ -165,6 +198,10 @@ class _EngineWatch:
             for listener in list(self._listeners):
                 listener.on_nested_end()
         return result
+
+
+def _name_of(listener: BackwardListener) -> bytes:
+    return listener.name
 
 
 engine_watch = _EngineWatch()

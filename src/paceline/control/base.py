@@ -1,6 +1,7 @@
 """What every control plane offers, and the one of a process alone."""
 
 import struct
+import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -12,11 +13,16 @@ class Control(ABC):
 
     def __init__(self) -> None:
         self._replicas = 0
+        self.trace = 0  # stands for the order of everything that was sent beside this control plane
 
     def new_name(self) -> bytes:
         """Name a replica: the same on every rank, because replicas are made by all ranks together."""
         self._replicas += 1
         return str(self._replicas).encode()
+
+    def note(self, sent: bytes) -> None:
+        """Note that a bucket goes out, so that ranks with another order are found out."""
+        self.trace = zlib.crc32(sent, self.trace)
 
     @abstractmethod
     def post(self, topic: Topic, frame: bytes) -> None:

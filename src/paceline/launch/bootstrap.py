@@ -6,6 +6,7 @@
 This is what a rank of `paceline run --drop-in` starts with.
 """
 
+import atexit
 import os
 import runpy
 import sys
@@ -13,6 +14,10 @@ import types
 
 import torch.nn.parallel
 import torch.nn.parallel.distributed
+
+from paceline.launch.quiet import wait_for_workers
+
+EXIT_SECONDS = 10.0  # for the last collective of a script to be put away
 
 
 def drop_in() -> None:
@@ -65,6 +70,7 @@ def _show_without_our_frames(
 def main() -> None:
     """Do what the command line of this module says."""
     sys.excepthook = _show_without_our_frames
+    atexit.register(wait_for_workers, EXIT_SECONDS)
     drop_in()
     if sys.argv[1] == "-m":
         run_module(sys.argv[2], sys.argv[3:])

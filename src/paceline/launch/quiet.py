@@ -1,9 +1,9 @@
 """Let Gloo's worker threads come to rest before the interpreter ends.
 
-A worker may be the last to hold a finished collective, and with it a Python object. To free that it waits for the
-interpreter's lock; if the interpreter ends meanwhile, the thread is torn down in the middle of a destructor and
-the whole process aborts ("terminate called without an active exception", seen on torch 2.13 with Python 3.11 in
-one of fifty short runs). Destroying the group helps only if nobody else holds it, and models do.
+A worker may be the last to hold a finished collective, and with it a Python object. To free that it waits for
+the interpreter's lock; if the interpreter ends meanwhile, the thread is torn down inside a destructor and the
+whole process aborts ("terminate called without an active exception"; one of fifty short runs on torch 2.13
+and Python 3.11). Destroying the group helps only if nobody else holds it, and replicas do.
 """
 
 import sys
@@ -23,8 +23,8 @@ def wait_for_workers(seconds: float) -> None:
         time.sleep(BLIND_SECONDS)
         return
     deadline, quiet = time.monotonic() + seconds, 0
-    # While we sleep the lock is free, so a worker that waited for it becomes runnable: one that still sleeps after
-    # that waits for work, not for the lock.
+    # While we sleep the lock is free, so a worker that waited for it becomes runnable: one that still sleeps
+    # after that waits for work, not for the lock.
     while quiet < QUIET_PAUSES and time.monotonic() < deadline and (states := list(_worker_states())):
         time.sleep(PAUSE_SECONDS)
         quiet = 0 if "R" in states else quiet + 1

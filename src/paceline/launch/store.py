@@ -20,6 +20,18 @@ from paceline.launch.store_host import host_store
 
 def open_store(place: Place, seconds: float) -> Store:
     """Open the store of a run; rank 0 hosts it, unless the launcher does."""
+    if place not in _opened:
+        _opened[place] = _open(place, seconds)
+    _opened[place].set_timeout(timedelta(seconds=seconds))
+    return _opened[place]
+
+
+# Kept for the life of the process: a second world would find the store of the first one closing, or its port
+# still in use.
+_opened: dict[Place, Store] = {}
+
+
+def _open(place: Place, seconds: float) -> Store:
     address, limit = place.address, timedelta(seconds=seconds)
     if place.on_one_machine and not place.launcher_hosts_store:
         address = LOOPBACK

@@ -85,6 +85,7 @@ def _adopt(device: str | torch.device | None) -> World:
     if device is None and "nccl" not in backend:
         device = "cpu"
     local_rank = rank if local_rank is None else local_rank
+    atexit.register(wait_for_workers, CLOSING_SECONDS)
     return World(rank, dist.get_world_size(), local_rank, choose_device(device, local_rank, backend), backend)
 
 
