@@ -100,7 +100,7 @@ def test_over_a_group_ranks_at_different_points_are_told_apart(rank: int) -> Non
     topic = b"opening" if rank == 0 else b"closing"
     control.post(topic, b"")
 
-    with pytest.raises(RanksDisagree, match="different points"):
+    with pytest.raises(RanksDisagree, match="points: rank 0 is at opening, rank 1 is at closing"):
         control.collect(topic, 20)
 
 

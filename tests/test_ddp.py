@@ -156,7 +156,7 @@ def test_left_out_parameters_and_buffers_stay_each_ranks_own(rank: int) -> None:
     bare = net()
     bare.register_buffer("mine", torch.full((1,), float(rank)))
     bare[2].bias.data.fill_(rank)
-    bare._ddp_params_and_buffers_to_ignore = ["2.bias", "mine"]
+    Ours._set_params_and_buffers_to_ignore_for_model(bare, ["2.bias", "mine"])
 
     model = Ours(bare)
     model(share(rank)).sum().backward()

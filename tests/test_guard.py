@@ -122,6 +122,29 @@ def test_a_model_that_was_cast_after_replicate_does_not_step_silently(rank: int)
 
 
 @ranks(2)
+def test_a_model_that_was_cast_between_two_backwards_does_not_step_silently(rank: int) -> None:
+    model, optimizer = model_and_optimizer()
+    backward(model, rank)
+    optimizer.zero_grad()
+    model.double()
+    model(torch.full((2, 4), rank + 1.0, dtype=torch.float64)).sum().backward()
+
+    with pytest.raises(paceline.UnsyncedGradients, match="cast or moved"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_parameters_with_other_memory_of_the_same_kind_are_no_alarm(rank: int) -> None:
+    model, optimizer = model_and_optimizer()
+    model.weight.data = model.weight.data.clone()
+    backward(model, rank)
+
+    optimizer.step()
+
+    assert (model.weight.grad == 3).all()
+
+
+@ranks(2)
 def test_a_part_that_was_cast_after_replicate_fails_in_backward(rank: int) -> None:
     model = paceline.replicate(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
     model[0].double()

@@ -275,7 +275,11 @@ class SyncedBackward:
         return self._wiring.name + b"." + kind
 
     def _collect(self, kind: bytes, seconds: float | None = None) -> list[bytes]:
-        return self._wiring.control.collect(self._topic(kind), seconds or self._wiring.comm.seconds)
+        try:
+            return self._wiring.control.collect(self._topic(kind), seconds or self._wiring.comm.seconds)
+        except RanksDisagree:
+            self._phase = Phase.DONE  # every rank knows
+            raise
 
     # ---- backward ends ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ have nothing left to do; docs/from-ddp.md goes through them one by one.
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,6 +113,10 @@ class DistributedDataParallel(nn.Module):
         """Whether buffers are taken from rank 0 before a forward."""
         return self.forward_sync_buffers
 
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = bool(value)
+
     @property
     def bucket_bytes_cap(self) -> int:
         """The size that buckets may have, in bytes."""
@@ -165,6 +169,11 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
+        """Leave parameters and buffers to each rank; to be called before the module is wrapped."""
+        module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
 
     def _set_static_graph(self) -> None:
         """Accept torch's hint; nothing depends on it here."""

@@ -43,7 +43,6 @@ class Reducer:
         self._unused_last: frozenset[int] = frozenset()
         self._misses: Counter[int] = Counter()
         self._backwards_on_plan = 0
-        self.reduced_since_step = False  # the guard resets it
         self._watch()
         self._set_plan(plan_buckets(self._specs(), caps, order=self._trainable()[::-1]))
         engine_watch.add(self)
@@ -56,6 +55,7 @@ class Reducer:
         self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
         self._handles = [node.register_hook(self._on_gradient_of(i)) for i, node in enumerate(self._nodes)]
         self._kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+        self._addresses = self._addresses_now()
 
     def _on_gradient_of(self, index: int) -> Callable[[Any, Any], None]:
         def on_gradient(_inputs: Any, _outputs: Any) -> None:
@@ -156,7 +156,6 @@ class Reducer:
             outcome = backward.finish(learn=self._plan_is_guess)
         self.step = backward.step + 1
         self._local.difference_update(self.plan.order)
-        self.reduced_since_step = True
         self._learn_from(outcome)
 
     def reduce_now(self) -> None:
@@ -177,7 +176,7 @@ class Reducer:
         engine_watch.forget(self)
         if isinstance(backward, LocalBackward):
             return
-        if isinstance(error, PeerLost):
+        if backward is not None and isinstance(error, PeerLost):
             self._lost = self._lost or error
         if self._lost is not None:
             self._drop_gradients()
@@ -290,10 +289,22 @@ class Reducer:
         suspects: Iterable[int] = self.plan.order if running else sorted(self._local)
         return {self._names[i]: p for i in suspects if (p := self._parameters[i]).grad is not None}
 
+    def _addresses_now(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._parameters]
+
     def moved(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that were cast or moved: torch forgets their hooks then."""
+        """Return the parameters that were cast or moved: torch forgets their hooks then.
+
+        Asked before every optimizer step, so it looks at addresses first: who moves gets a new one.
+        """
+        addresses = self._addresses_now()
+        if addresses == self._addresses:
+            return {}
         kinds = zip(self._names, self._parameters, self._kinds, strict=True)
-        return {name: p for name, p, kind in kinds if (p.dtype, p.device) != kind}
+        moved = {name: p for name, p, kind in kinds if (p.dtype, p.device) != kind}
+        if not moved:
+            self._addresses = addresses  # other memory of the same kind: the hooks are still there
+        return moved
 
     def close(self) -> None:
         """Take every hook off again."""

@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm import GroupComm, cpu_group_like
 from paceline.control.base import Control, Topic, pack, unpack
-from paceline.errors import PeerLost, RanksDisagree, name_ranks
+from paceline.errors import PeerLost, RanksDisagree
 
 SMALL = 240  # bytes that travel in the first round
 
@@ -45,11 +45,10 @@ class GroupControl(Control):
         if max(lengths) > SMALL:
             frames = self._comm.gather_bytes(frame)
         told = [unpack(frame) for frame in frames]
-        astray = [rank for rank, (about, _) in enumerate(told) if about != topic]
-        if astray:
+        if any(about != topic for about, _ in told):
+            where = ", ".join(f"rank {rank} is at {about.decode()}" for rank, (about, _) in enumerate(told))
             raise RanksDisagree(
-                f"the ranks are at different points: {name_ranks(astray)} sent a control frame about "
-                f"{told[astray[0]][0]!r} while others are at {topic!r}. Make every rank run the same "
-                "backwards of the same models in the same order."
+                f"the ranks are at different points: {where} (number of the replica, and phase). Make "
+                "every rank run the same backwards of the same models in the same order."
             )
         return [payload for _, payload in told]
