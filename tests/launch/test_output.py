@@ -112,6 +112,13 @@ def test_a_live_line_never_wraps(written, monkeypatch):
     assert written == b"[0] 01234"
 
 
+def test_torchs_own_rank_prefix_gives_way_to_ours(written):
+    Feed(io.BytesIO(b"[rank1]: a\n[rank1]:[W1 b\n[rank1] c\n"), File(1), b"> ").finish()
+    Feed(io.BytesIO(b"[rank1]: d\n"), File(1), b"").finish()
+
+    assert written == b"> a\n> [W1 b\n> [rank1] c\n[rank1]: d\n"
+
+
 def test_a_feed_keeps_the_last_lines(written):
     keep: deque[str] = deque(maxlen=2)
     feed = Feed(io.BytesIO(b"a\nb\nc"), File(1), b"> ", keep)

@@ -74,3 +74,15 @@ def test_without_a_traceback_the_last_lines_have_to_do():
 
     assert find_traceback(lines) == lines[-10:]
     assert find_traceback(["x", "Fatal Python error: Segmentation fault", "y"])[0].startswith("Fatal")
+
+
+def test_a_traceback_that_torch_has_prefixed_is_found_whole() -> None:
+    words = ["noise", "[rank1]: Traceback (most recent call last):"]
+    words += [f'[rank1]:   File "x.py", line {i}' for i in range(30)]
+    words += ["[rank1]: ValueError: boom"]
+
+    found = find_traceback(words)
+
+    assert found[0] == "Traceback (most recent call last):"
+    assert found[-1] == "ValueError: boom"
+    assert len(found) == 32

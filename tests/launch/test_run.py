@@ -139,7 +139,7 @@ def test_a_script_that_knows_only_torch_meets_too(tmp_path):
         tmp_path,
         """
         import torch, torch.distributed as dist
-        dist.init_process_group()
+        dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
         print(total.item())

@@ -107,6 +107,16 @@ def test_an_existing_group_is_adopted_and_left_open(rank):
     assert total(1) == 2
 
 
+@ranks(1, backend=None)
+def test_a_group_whose_backend_torch_chose_is_named_by_device(port):
+    be_launched(0, 1, port)
+    dist.init_process_group()
+    with world() as here:
+        assert here.backend in ("cpu:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl")
+        assert here.device.type == ("cuda" if "nccl" in here.backend else "cpu")
+    dist.destroy_process_group()
+
+
 # Leaving
 
 

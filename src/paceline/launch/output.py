@@ -7,6 +7,7 @@ written.
 """
 
 import os
+import re
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import IO, Protocol
 
 LONGEST_LINE = 1 << 20  # bytes after which a line counts as finished
 CLEAR = b"\r\x1b[K"
+TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch marks what a rank complains about; once is enough
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class Feed:
 
     def _show(self, pieces: Iterator[Piece]) -> None:
         for piece in pieces:
+            if self._prefix:
+                piece = Piece(TORCH_PREFIX.sub(b"", piece.text), piece.finished)
             if self._keep is not None and piece.finished:
                 self._keep.append(piece.text.decode(errors="replace"))
             self._screen.show(self, self._prefix, piece)

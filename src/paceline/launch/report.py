@@ -11,6 +11,7 @@ LINES_SHOWN = 80
 LINES_WITHOUT_TRACEBACK = 10
 
 _START = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):|Fatal Python error:")
+_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's excepthook adds it once there is a process group
 _CHAIN = ("The above exception was the direct cause", "During handling of the above exception")
 # What a rank says when it failed only because another one did.
 _SYMPTOM = re.compile(r"\b(PeerFailed|PeerLost)\b|Connection (closed|reset) by peer|remote process exited")
@@ -87,10 +88,11 @@ def interrupt_report(name: str, endings: Sequence[Ending]) -> list[str]:
 
 def find_traceback(lines: Sequence[str]) -> list[str]:
     """Return the last traceback in what a rank wrote, with those it was caused by; else the last lines."""
+    lines = [_TORCH_PREFIX.sub("", line) for line in lines]
     starts = [index for index, line in enumerate(lines) if _START.match(line)]
     if not starts:
-        return list(lines)[-LINES_WITHOUT_TRACEBACK:]
+        return lines[-LINES_WITHOUT_TRACEBACK:]
     first = starts.pop()
     while starts and any(line.startswith(_CHAIN) for line in lines[starts[-1] : first]):
         first = starts.pop()
-    return list(lines)[first:][-LINES_SHOWN:]
+    return lines[first:][-LINES_SHOWN:]

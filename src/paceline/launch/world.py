@@ -23,6 +23,7 @@ from paceline.launch.job import loopback_variables
 from paceline.launch.place import Place, find_local_rank, find_place
 from paceline.launch.quiet import wait_for_workers
 from paceline.launch.store import meet, open_store, wait_for_all
+from paceline.torch_private import backend_of
 
 MEETING_SECONDS = 300.0  # how long ranks wait for each other at the start, unless told otherwise
 CLOSING_SECONDS = 10.0  # how long close() waits for anything
@@ -80,13 +81,22 @@ def world(
 
 def _adopt(device: str | torch.device | None) -> World:
     """Describe the process group that somebody else has made."""
-    rank, backend = dist.get_rank(), str(dist.get_backend())
+    rank, backend = dist.get_rank(), _backend_of_default_group()
     local_rank = find_local_rank(os.environ)
     if device is None and "nccl" not in backend:
         device = "cpu"
     local_rank = rank if local_rank is None else local_rank
     atexit.register(wait_for_workers, CLOSING_SECONDS)
     return World(rank, dist.get_world_size(), local_rank, choose_device(device, local_rank, backend), backend)
+
+
+def _backend_of_default_group() -> str:
+    backend = str(dist.get_backend())
+    if backend != "undefined":
+        return backend
+    # init_process_group() without a backend leaves the choice to torch, device by device.
+    names = {device: backend_of(dist.group.WORLD, device) for device in ("cpu", "cuda")}
+    return ",".join(f"{device}:{name}" for device, name in names.items() if name)
 
 
 def _join(
