@@ -5,6 +5,8 @@ computing with them is covered. Nothing of ours is stored in the module, so copi
 plain.
 """
 
+import atexit
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +26,10 @@ from paceline.errors import name_some
 from paceline.guard import guard as the_guard
 from paceline.hooks import Hook, average
 from paceline.plan import Caps, Plan, plan_buckets
+from paceline.quiet import wait_for_workers
 from paceline.reducer import Reducer, spec_of
+
+EXIT_SECONDS = 2.0
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,6 +59,7 @@ class Replica:
     ) -> None:
         if original is None:
             _agree_and_take_state(module, comm, settings)
+            _rest_at_exit()
         control = control_over(comm)
         self.name = control.new_name() if original is None else original._name_of_copy()
         self._copies = 0
@@ -204,6 +210,11 @@ def _agree_and_take_state(module: nn.Module, comm: Comm, settings: Settings) -> 
     agree_to_start(comm, lambda: _check(module), lambda: traits_of(module, settings.left_out))
     if settings.take_state and comm.size > 1:
         finish_broadcast(start_broadcast(_state(module, settings.left_out), comm))
+
+
+@functools.cache
+def _rest_at_exit() -> None:
+    atexit.register(wait_for_workers, EXIT_SECONDS)
 
 
 def _buffers(module: nn.Module, comm: Comm, settings: Settings) -> BufferSync | None:

@@ -10,7 +10,6 @@ run          start ranks, watch them, stop them together
 process      one rank, seen from the launcher
 output       many ranks' lines on one terminal
 report       the words at the end of a run that failed
-quiet        let worker threads come to rest before the interpreter ends
 store_host   the process that holds the store of a run
 bootstrap    the first thing a rank of `paceline run --drop-in` runs
 """

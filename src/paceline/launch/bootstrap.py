@@ -15,7 +15,7 @@ import types
 import torch.nn.parallel
 import torch.nn.parallel.distributed
 
-from paceline.launch.quiet import wait_for_workers
+from paceline.quiet import wait_for_workers
 
 EXIT_SECONDS = 10.0  # for the last collective of a script to be put away
 

@@ -21,8 +21,8 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 from paceline.launch.device import choose_backend, choose_device
 from paceline.launch.job import loopback_variables
 from paceline.launch.place import Place, find_local_rank, find_place
-from paceline.launch.quiet import wait_for_workers
 from paceline.launch.store import meet, open_store, wait_for_all
+from paceline.quiet import wait_for_workers
 from paceline.torch_private import backend_of
 
 MEETING_SECONDS = 300.0  # how long ranks wait for each other at the start, unless told otherwise

@@ -5,8 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from paceline.launch import quiet
-from paceline.launch.quiet import wait_for_workers
+from paceline import quiet
+from paceline.quiet import wait_for_workers
 from paceline.testing import ranks
 
 
