@@ -28,8 +28,7 @@ SLOTS = 64
 SLOT_NBYTES = 2048
 LINE_WORDS = 8  # a cache line, in words of eight bytes
 BY_SOCKET = 0xFFFFFFFF  # in the place of a length
-SPIN_SECONDS = 300e-6
-SLEEP_SECONDS = 50e-6
+SPIN_SECONDS = 150e-6
 ROOM_SECONDS = 1800.0  # how long a rank may leave 64 frames unread
 
 
@@ -110,17 +109,22 @@ class MailboxControl(SocketControl):
         """Return when a peer has done something; raise TimeoutError, or PeerLost if it has ended."""
         if done():
             return
-        spin_until = time.monotonic() + self._spin_seconds
+        start = time.monotonic()
         while not done():
             now = time.monotonic()
-            if now < spin_until:
+            if now - start < self._spin_seconds:
                 os.sched_yield()
             elif self._hangups[rank].poll(0) and not done():
                 raise gone(rank)
             elif now > deadline:
                 raise TimeoutError
             else:
-                time.sleep(SLEEP_SECONDS)
+                time.sleep(_nap(now - start))
+
+
+def _nap(waited: float) -> float:
+    """Return how long to sleep before looking again: little against what was waited, and little at all."""
+    return min(max(waited / 8, 50e-6), 200e-6 if waited < 1 else 2e-3)
 
 
 def mailboxes_work_here() -> bool:
