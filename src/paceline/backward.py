@@ -1,9 +1,9 @@
 """One backward, from its first gradient to gradients that all ranks agree on.
 
-    COLLECTING  gradients arrive; a bucket whose slots are all there, and whose turn in the plan has come,
-    goes out CLOSING     backward has ended: the remaining buckets go out, and the ranks tell each other
-    what they used DONE        gradients are views of the reduced buckets, or every rank got the same
-    exception
+    opening     the first gradient has arrived: the ranks tell each other step and plan
+    collecting  a bucket whose slots are all there, and whose turn in the plan has come, goes out
+    closing     backward has ended: the other buckets go out, and the ranks tell each other what they used
+    done        gradients are views of the reduced buckets, or every rank got the same exception
 
 A rank whose backward raises still sends every bucket, empty, and says why in its closing frame. So the ranks'
 collectives always match, and training can go on.
@@ -12,7 +12,7 @@ collectives always match, and training can go on.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -25,7 +25,9 @@ from paceline.hooks import GradBucket, Hook, average
 from paceline.plan import Plan
 from paceline.shelf import Packet, Shelf
 
-TELL_SECONDS = 10.0  # how long a rank that has failed waits for the others to hear of it
+TELL_SECONDS = 60.0  # how long a rank that has failed waits for the others to hear of it
+
+NOWHERE = (-1, None)
 
 Unused = Literal["allow", "error"]
 
@@ -33,8 +35,8 @@ Unused = Literal["allow", "error"]
 class Phase(enum.Enum):
     """Where a backward stands."""
 
-    COLLECTING = enum.auto()
-    CLOSING = enum.auto()
+    OPEN = enum.auto()  # buckets may still have to be sent, and the closing frame
+    CLOSED = enum.auto()  # every rank has this rank's closing frame: nothing can be taken back
     DONE = enum.auto()
 
 
@@ -63,13 +65,6 @@ class Outcome:
     arrival: tuple[int, ...] = ()  # rank 0's
 
 
-class Backward(Protocol):
-    """What a gradient hook talks to."""
-
-    def arrived(self, parameter: int) -> None:
-        """Note that a gradient was written to ``parameter.grad``."""
-
-
 class Layout:
     """A plan laid over the real parameters."""
 
@@ -83,6 +78,10 @@ class Layout:
             for place, shelf in enumerate(self.shelves)
             for position, index in enumerate(shelf.indices)
         }
+
+
+class TooLate(Exception):
+    """A rank failed after it had told the others that all is well."""
 
 
 class LocalBackward:
@@ -124,7 +123,7 @@ class SyncedBackward:
         self._held = held
         self._in_graph = False
         self._hidden = False
-        self._phase = Phase.COLLECTING
+        self._phase = Phase.OPEN
         self._seen: dict[int, None] = {}
         self._late: set[int] = set()
         self._waiting = list(layout.counts)
@@ -150,10 +149,13 @@ class SyncedBackward:
         if parameter in self._seen:
             self._arrived_again(parameter)
             return
+        place, position = self._route.get(parameter, NOWHERE)
+        if place < 0:  # frozen again since its forward: it has no slot, and its gradient stays this rank's
+            self._local.add(parameter)
+            return
         self._seen[parameter] = None
         if self._in_graph or parameter in self._held:
             return
-        place, position = self._route[parameter]
         if position is not None:
             self._packets[place].take(position, hide=self._hidden)
         self._waiting[place] -= 1
@@ -285,7 +287,6 @@ class SyncedBackward:
 
     def send_rest(self) -> None:
         """Send the buckets that have not gone out, with zeros in the slots that got no gradient."""
-        self._phase = Phase.CLOSING
         while len(self._flights) < len(self._waiting):
             self._send_next()
         if not self._agreed:
@@ -301,6 +302,7 @@ class SyncedBackward:
         trace = self._wiring.control.trace
         closings = self._close(Closing(trace, self._used(), arrival, tuple(sorted(self._late))))
         # By now every rank has sent everything, so what follows waits for no one's computation.
+        self._phase = Phase.CLOSED
         failed = {rank: closing.failure for rank, closing in enumerate(closings) if closing.failure}
         transfers = self._wiring.buffers.start() if self._wiring.buffers and not failed else []
         with torch.no_grad():
@@ -328,6 +330,8 @@ class SyncedBackward:
         """
         if self._phase is Phase.DONE:
             return
+        if self._phase is Phase.CLOSED:
+            raise TooLate(failure)
         if not self._agreed:
             self._agree(TELL_SECONDS)
         with torch.no_grad():

@@ -22,7 +22,7 @@ class Opening:
     failure: str = ""
 
     def pack(self) -> bytes:
-        return _OPENING.pack(self.step, self.digest) + self.failure.encode()
+        return _OPENING.pack(self.step, self.digest) + _encode(self.failure)
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Opening":
@@ -47,7 +47,7 @@ class Closing:
     failure: str = ""
 
     def pack(self) -> bytes:
-        parts = (self.used, _pack(self.arrival), _pack(self.late), self.failure.encode())
+        parts = (self.used, _pack(self.arrival), _pack(self.late), _encode(self.failure))
         return _CLOSING.pack(self.trace, *(len(part) for part in parts)) + b"".join(parts)
 
     @classmethod
@@ -56,6 +56,10 @@ class Closing:
         ends = accumulate(lengths, initial=_CLOSING.size)
         used, arrival, late, failure = (frame[start:end] for start, end in pairwise(ends))
         return cls(trace, used, _unpack(arrival), _unpack(late), failure.decode(errors="replace"))
+
+
+def _encode(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")
 
 
 def _pack(numbers: tuple[int, ...]) -> bytes:

@@ -5,17 +5,17 @@ local to this rank. Whether a backward is reduced is decided when its first grad
 surrounds backward().
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from paceline.backward import Layout, LocalBackward, Outcome, SyncedBackward, Wiring
-from paceline.errors import PacelineError, PeerFailed, PeerLost
+from paceline.backward import Layout, LocalBackward, Outcome, SyncedBackward, TooLate, Wiring
+from paceline.errors import PeerFailed, PeerLost, RanksDisagree
 from paceline.plan import Caps, Plan, Spec, plan_buckets
-from paceline.torch_private import accumulator_of, engine_watch, leaves_below
+from paceline.torch_private import accumulator_of, engine_watch
 
 FAILURE_LIMIT = 2000  # characters of an exception's text that travel to the other ranks
 
@@ -39,12 +39,16 @@ class Reducer:
         self._backward: SyncedBackward | LocalBackward | None = None
         self._armed = False
         self._lost: PeerLost | None = None
+        self._broken = ""  # how this rank failed when the others could not be told any more
+        self._told: BaseException | None = None
+        self._closed = False  # the present backward has been closed here
         self._plan_is_guess = True
+        self._plan_is_disputed = False
         self._unused_last: frozenset[int] = frozenset()
         self._misses: Counter[int] = Counter()
         self._backwards_on_plan = 0
         self._watch()
-        self._set_plan(plan_buckets(self._specs(), caps, order=self._trainable()[::-1]))
+        self._plan_from_scratch()
         engine_watch.add(self)
 
     # ---- the parameters --------------------------------------------------------------------------
@@ -81,8 +85,18 @@ class Reducer:
         self._misses.clear()
         self._backwards_on_plan = 0
 
+    def _plan_from_scratch(self) -> None:
+        """Plan as at the start: what every rank can do alike, whatever came before."""
+        self._set_plan(plan_buckets(self._specs(), self._caps, order=self._trainable()[::-1]))
+        self._plan_is_guess = True
+        self._plan_is_disputed = False
+        self._unused_last = frozenset()
+
     def _notice_changes(self) -> None:
         """Plan anew if parameters were frozen or unfrozen; every rank does so at the same backward."""
+        if self._plan_is_disputed:
+            self._plan_from_scratch()
+            return
         frozen = any(not self._parameters[index].requires_grad for index in self._unused_last)
         if not frozen and not any(parameter.requires_grad for parameter in self._left_out):
             return
@@ -111,7 +125,12 @@ class Reducer:
             raise PeerLost(
                 f"no reduction is possible any more: {self._lost}", self._lost.rank
             ) from self._lost
+        if self._broken and not failure:
+            failure = (
+                f"this rank failed while gradients were handed out, so its weights are behind: {self._broken}"
+            )
         self._notice_changes()
+        self._local -= {index for index in self._local if self._parameters[index].grad is None}
         backward = SyncedBackward(self._wiring, self._layout, self.step, self._local, self._held)
         self._backward = backward
         with self._noting_lost_peers():
@@ -149,6 +168,7 @@ class Reducer:
         if isinstance(self._backward, SyncedBackward):
             self._finish(self._backward)
         self._backward = None
+        self._closed = True
         self._micro_batches = max(0, self._micro_batches - 1)
 
     def _finish(self, backward: SyncedBackward) -> None:
@@ -164,13 +184,23 @@ class Reducer:
         try:
             self._finish(backward)
         except BaseException as error:
-            self.on_backward_raised(error, ())
+            self.on_backward_raised(error)
             raise
         self._backward = None
 
     # ---- a backward that raised ------------------------------------------------------------------
 
-    def on_backward_raised(self, error: BaseException, outputs: Iterable[Any]) -> None:
+    def on_backward_begin(self) -> None:
+        """See BackwardListener."""
+        self._closed = False
+
+    def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
+        """See BackwardListener: open, as failed, what was going to be opened."""
+        if self._backward is None and self._lost is None and self._was_to_be_reduced(leaves):
+            with contextlib.suppress(PeerLost):
+                self._start_synced(failure=_words_of(error))
+
+    def on_backward_raised(self, error: BaseException) -> None:
         """See BackwardListener: settle the matter with the other ranks before the user sees the error."""
         backward, self._backward = self._backward, None
         engine_watch.forget(self)
@@ -180,16 +210,29 @@ class Reducer:
             self._lost = self._lost or error
         if self._lost is not None:
             self._drop_gradients()
-            return
-        if backward is None and not self._concerns_us(error, outputs):
-            return
+        elif backward is not None:
+            self._settle(backward, error)
+
+    def _was_to_be_reduced(self, leaves: Callable[[], set[int]]) -> bool:
+        """Tell whether a backward that raised before our first gradient was going to be reduced here."""
+        if self._closed or not self._wants_sync():
+            return False
+        return any(id(parameter) in leaves() for parameter in self._parameters)
+
+    def _settle(self, backward: SyncedBackward | None, error: BaseException) -> None:
+        """Tell the other ranks what happened here, and forget the gradients."""
+        failure = _words_of(error)
         try:
-            self._tell(backward, f"{type(error).__name__}: {error}"[:FAILURE_LIMIT])
-        except PeerFailed:
-            pass  # another rank has failed as well; this one raises its own exception
+            self._tell(backward, failure)
+        except (PeerFailed, RanksDisagree):
+            pass  # the others had something to say as well; this rank raises its own exception
+        except TooLate:
+            self._broken = failure
         except Exception as trouble:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
+        self._told = error
         self._drop_gradients()
+        self._plan_is_disputed |= isinstance(error, RanksDisagree)
 
     def _tell(self, backward: SyncedBackward | None, failure: str) -> None:
         with self._noting_lost_peers():
@@ -201,20 +244,13 @@ class Reducer:
                 self._backward = None
                 self.step = backward.step + 1
 
-    def _concerns_us(self, error: BaseException, outputs: Iterable[Any]) -> bool:
-        """Tell whether a backward that raised before its first gradient was going to be reduced here."""
-        if isinstance(error, PacelineError) or not self._wants_sync():
-            return False
-        leaves = leaves_below(outputs)
-        return any(id(parameter) in leaves for parameter in self._parameters)
-
     def _drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
         for index in self.plan.order:
             self._parameters[index].grad = None
-        self._local.clear()
+        self._local.difference_update(self.plan.order)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _noting_lost_peers(self) -> Iterator[None]:
         try:
             yield
@@ -241,7 +277,7 @@ class Reducer:
 
     # ---- what others ask -------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
         """Keep the gradients of the backwards inside local to this rank."""
         before, self.sync = self.sync, self.sync and not enabled
@@ -250,7 +286,7 @@ class Reducer:
         finally:
             self.sync = before
 
-    @contextmanager
+    @contextlib.contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:
         """Reduce in the last of ``micro_batches`` backwards, or when the block ends with fewer."""
         if self._micro_batches:
@@ -258,10 +294,13 @@ class Reducer:
         self._micro_batches = micro_batches
         try:
             yield
-            left = self._micro_batches
-        finally:
-            self._micro_batches = 0
-        if left and self.sync:
+        except BaseException as error:
+            due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
+            if due and error is not self._told and self._lost is None:
+                self._settle(None, error)  # the others are going to wait for this rank's share
+            raise
+        due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
+        if due:
             self.reduce_now()
 
     @property
@@ -272,21 +311,24 @@ class Reducer:
     @property
     def all_agreed(self) -> bool:
         """Whether no gradient is local to this rank."""
-        return self._backward is None and not self._local
+        return self._backward is None and not self._local and not engine_watch.inside()
 
     def why_unsynced(self) -> str:
         """Say where unsynced gradients come from, and what helps."""
-        if isinstance(self._backward, SyncedBackward):
+        if self._is_running():
             return "The backward that computes them is still running: step after it"
         return (
             "They were computed inside no_sync() or accumulate(): run one backward outside of it before the "
             "step, or drop them with zero_grad()"
         )
 
+    def _is_running(self) -> bool:
+        """Tell whether this thread is in a backward that is going to be reduced, opened here or not yet."""
+        return isinstance(self._backward, SyncedBackward) or (engine_watch.inside() and self._wants_sync())
+
     def unsynced(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters whose gradients only this rank has."""
-        running = isinstance(self._backward, SyncedBackward)
-        suspects: Iterable[int] = self.plan.order if running else sorted(self._local)
+        suspects: Iterable[int] = self.plan.order if self._is_running() else sorted(self._local)
         return {self._names[i]: p for i in suspects if (p := self._parameters[i]).grad is not None}
 
     def _addresses_now(self) -> list[int]:
@@ -312,6 +354,10 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
+
+
+def _words_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:FAILURE_LIMIT]
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> Spec:

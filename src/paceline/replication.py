@@ -46,6 +46,16 @@ class Settings:
     buffers_after_backward: bool = True  # take rank 0's buffers at the end of each reduced backward
     left_out: frozenset[str] = frozenset()  # parameters and buffers that are each rank's own
 
+    def traits(self) -> list[tuple[str, str]]:
+        """Write down what has to be the same on every rank. Bucket sizes show in the plan."""
+        hook = getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
+        return [
+            ("the setting unused", repr(self.unused)),
+            ("the setting broadcast_buffers", str(self.buffers_after_backward)),
+            ("the setting hook", hook),
+            ("the setting init_sync", str(self.take_state)),
+        ]
+
 
 class Replica:
     """The handle of a replicated module.
@@ -207,7 +217,11 @@ def _caps(bucket_mb: float | Sequence[float], first: float | None) -> Caps:
 
 
 def _agree_and_take_state(module: nn.Module, comm: Comm, settings: Settings) -> None:
-    agree_to_start(comm, lambda: _check(module), lambda: traits_of(module, settings.left_out))
+    agree_to_start(
+        comm,
+        lambda: _check(module),
+        lambda: [*traits_of(module, settings.left_out), *settings.traits()],
+    )
     if settings.take_state and comm.size > 1:
         finish_broadcast(start_broadcast(_state(module, settings.left_out), comm))
 
@@ -245,7 +259,17 @@ def _check(module: nn.Module) -> None:
         raise ValueError(
             f"{name_some(meta)} are on the meta device and hold no numbers; materialise the model first"
         )
+    folded = [name for name, tensor in tensors if _is_folded(tensor)]
+    if folded:
+        raise ValueError(f"{name_some(folded)} use the same memory for several elements; clone() them first")
     _check_overlap(module)
+
+
+def _is_folded(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor was expanded, so that its elements cannot be written one by one."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _check_overlap(module: nn.Module) -> None:

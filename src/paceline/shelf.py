@@ -3,7 +3,9 @@
     GPU          when the bucket is full: one call copies all gradients, one call makes all views
     CPU          a large gradient is copied when it arrives, while it is in the cache, and freed at once; the
                  small ones follow together when the bucket is full
-    one gradient, or gradients that still are views of the last flat tensor: nothing is copied at all
+    gradients that still are views of the last flat tensor: nothing is copied at all
+
+What autograd hands out is always copied, never reduced in place: two parameters' gradients may be one memory.
 
 While a gradient is in a packet or on its way, the parameter's ``.grad`` is its view already, so that what was
 copied is freed; or it is hidden (None), if autograd may come back to the parameter.
@@ -48,7 +50,7 @@ class Shelf:
 
     def is_hot(self, position: int) -> bool:
         """Tell whether a gradient is copied as soon as it arrives."""
-        return self.on_cpu and position < self.large and len(self.indices) > 1
+        return self.on_cpu and position < self.large
 
     def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """View the flat tensor as gradients, in the parameters' own strides."""
@@ -96,13 +98,6 @@ class Shelf:
             and gradient.layout is torch.strided
             and not gradient.requires_grad
         )
-
-    def flat_of_one(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return a lone gradient as a flat tensor of its own memory, if its memory is in the right order."""
-        gradient = gradients[0]
-        if len(gradients) != 1 or gradient is None or gradient.stride() != self._places[0][1]:
-            return None
-        return gradient.as_strided((self.bucket.numel,), (1,))
 
     def flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Copy contiguous gradients behind each other into a new flat tensor."""
@@ -213,8 +208,6 @@ class Packet:
         """Go without a copy, if the gradients are one flat tensor already."""
         flat = self.shelf.resident(gradients)
         if flat is None:
-            flat = self.shelf.flat_of_one(gradients)
-        if flat is None:
             return False
         self._flat = flat if self._scale == 1 else flat.mul_(self._scale)
         self.views = [gradient for gradient in gradients if gradient is not None]
@@ -223,7 +216,7 @@ class Packet:
     def _copy_at_once(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy by one operator for the whole bucket, and scale by another where that is needed."""
         shelf = self.shelf
-        if shelf.is_plain:
+        if shelf.is_plain and len(gradients) > 1:  # of one tensor, flatten makes no copy but a view
             pairs = zip(gradients, shelf.parameters, strict=True)
             self._flat = shelf.flatten([torch.zeros_like(p) if g is None else g for g, p in pairs])
             self.views = shelf.views(self._flat)

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -69,11 +69,28 @@ def leaves_below(outputs: Iterable[Any]) -> set[int]:
         node = stack.pop()
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
+        if hasattr(node, "run_function"):  # a re-entrant checkpoint hides what it is going to compute again
+            leaves |= _parameters_in(node.run_function)
         for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
                 stack.append(below)
     return leaves
+
+
+def _parameters_in(function: Any, depth: int = 4) -> set[int]:
+    """Return the ``id`` of every parameter of the modules that a function is, is bound to, or closes over."""
+    if isinstance(function, torch.nn.Module):
+        return {id(parameter) for parameter in function.parameters()}
+    if isinstance(function, torch.Tensor):
+        return {id(function)}
+    if depth == 0:
+        return set()
+    cells = getattr(function, "__closure__", None) or ()
+    inner = [getattr(function, name, None) for name in ("__self__", "func", "args", "__wrapped__")]
+    inner += [cell.cell_contents for cell in cells if cell != type(cell)()]
+    inner += list(function) if isinstance(function, list | tuple) else []
+    return set().union(*(_parameters_in(part, depth - 1) for part in inner if part is not None))
 
 
 def backend_of(group: Any, device: str) -> str | None:
@@ -110,8 +127,17 @@ class BackwardListener(Protocol):
     def on_nested_end(self) -> None:
         """Hear that a backward inside a backward has ended; this thread is back in the outer one."""
 
-    def on_backward_raised(self, error: BaseException, outputs: Sequence[Any]) -> None:
-        """Hear that an outermost backward from ``outputs`` raised, on the thread that had started it."""
+    def on_backward_begin(self) -> None:
+        """Hear that an outermost backward starts."""
+
+    def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
+        """Hear that an outermost backward raised, on the thread that had started it. Wait for nobody.
+
+        ``leaves`` returns the ids of the tensors whose gradient it was to compute.
+        """
+
+    def on_backward_raised(self, error: BaseException) -> None:
+        """Settle with the other ranks that the backward raised. Every listener has been told before."""
 
 
 class _EngineWatch:
@@ -168,6 +194,11 @@ class _EngineWatch:
         for listener in listeners:
             listener.on_backward_end()
 
+    @staticmethod
+    def inside() -> bool:
+        """Tell whether this thread is inside a backward."""
+        return bool(torch._C._current_graph_task_id() != -1)
+
     def nested(self) -> bool:
         """Whether this thread is inside a backward that was started by a backward."""
         return getattr(self._depth, "value", 0) > 0
@@ -176,13 +207,21 @@ class _EngineWatch:
         assert self._entry is not None
         if torch._C._current_graph_task_id() != -1:
             return self._run_nested(outputs, *args, **kwargs)
+        # torch.autograd.grad writes no .grad, so it is nobody's business here.
+        if not kwargs.get("accumulate_grad"):
+            return self._entry(outputs, *args, **kwargs)
+        for listener in list(self._listeners):
+            listener.on_backward_begin()
         try:
             return self._entry(outputs, *args, **kwargs)
         except BaseException as error:
-            # torch.autograd.grad writes no .grad, so its failure is nobody's business here.
-            if kwargs.get("accumulate_grad"):
-                for listener in sorted(self._listeners, key=_name_of):
-                    listener.on_backward_raised(error, outputs)
+            inputs = args[3] if len(args) > 3 else ()
+            leaves = cache(lambda: {id(tensor) for tensor in inputs} if inputs else leaves_below(outputs))
+            listeners = sorted(self._listeners, key=_name_of)
+            for listener in listeners:
+                listener.on_backward_failing(error, leaves)
+            for listener in listeners:
+                listener.on_backward_raised(error)
             raise
 
     def _run_nested(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,13 +230,12 @@ class _EngineWatch:
         for listener in list(self._listeners):
             listener.on_nested_begin()
         try:
-            result = self._entry(outputs, *args, **kwargs)
+            return self._entry(outputs, *args, **kwargs)
         finally:
             self._depth.value -= 1
-        if not self._depth.value:
-            for listener in list(self._listeners):
-                listener.on_nested_end()
-        return result
+            if not self._depth.value:
+                for listener in list(self._listeners):
+                    listener.on_nested_end()
 
 
 def _name_of(listener: BackwardListener) -> bytes:

@@ -37,12 +37,8 @@ def test_torchs_flag_may_stay_and_costs_no_graph_walk(library: Library) -> None:
 def test_the_graph_is_only_ever_walked_when_a_backward_has_failed(rank: int) -> None:
     from tests.promises.libraries import REPLICATE
 
-    with (
-        mock.patch.object(paceline.reducer, "leaves_below", side_effect=AssertionError("walked the graph")),
-        mock.patch.object(
-            paceline.torch_private, "leaves_below", side_effect=AssertionError("walked the graph")
-        ),
-    ):
+    walked = AssertionError("walked the graph")
+    with mock.patch.object(paceline.torch_private, "leaves_below", side_effect=walked):
         routes = [flipping_route(step) for step in range(3)]
         assert story(branching_steps(REPLICATE, routes)) == EQUAL
 

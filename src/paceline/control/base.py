@@ -11,6 +11,8 @@ Topic = bytes
 class Control(ABC):
     """Frames among all ranks of a comm."""
 
+    label = b""  # the same on all ranks, different for each group
+
     def __init__(self) -> None:
         self._replicas = 0
         self.trace = 0  # stands for the order of everything that was sent beside this control plane
@@ -18,7 +20,7 @@ class Control(ABC):
     def new_name(self) -> bytes:
         """Name a replica: the same on every rank, because replicas are made by all ranks together."""
         self._replicas += 1
-        return str(self._replicas).encode()
+        return b"%b#%d" % (self.label, self._replicas)
 
     def note(self, sent: bytes) -> None:
         """Note that a bucket goes out, so that ranks with another order are found out."""

@@ -3,7 +3,7 @@
     mailbox of rank r      written by r, read by all the others
 
     [ frames written | frames of rank 0 read | of rank 1 | ... ][ slot 0 ][ slot 1 ] ... [ slot 63 ]
-      one cache line each                                        length, message
+      one cache line each                                        length, whether there is more, message
 
 No system call in the usual case, in which a frame is there before it is looked for. A peer that is late is
 waited for by looking again, then by yielding, then by sleeping; the socket beside the mailbox tells whether
@@ -22,12 +22,14 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 
+from paceline.control.base import unpack
 from paceline.control.sockets import SocketControl, gone
 
 SLOTS = 64
 SLOT_NBYTES = 2048
 LINE_WORDS = 8  # a cache line, in words of eight bytes
-BY_SOCKET = 0xFFFFFFFF  # in the place of a length
+_ENTRY = struct.Struct("!I?")
+PART_NBYTES = SLOT_NBYTES - _ENTRY.size
 SPIN_SECONDS = 150e-6
 ROOM_SECONDS = 1800.0  # how long a rank may leave 64 frames unread
 
@@ -55,55 +57,70 @@ class Mailbox:
         """Note how many frames of another rank the owner has read."""
         self._words[LINE_WORDS * (rank + 1)] = count
 
-    def write(self, number: int, message: bytes | None) -> None:
-        """Write a frame; None says that it comes by socket. The count goes last: it makes the rest valid."""
+    def write(self, number: int, part: bytes, *, more: bool) -> None:
+        """Write a message, or a part of one. The count goes last: it makes the rest valid."""
         start = self._head + number % SLOTS * SLOT_NBYTES
-        length = BY_SOCKET if message is None else len(message)
-        entry = struct.pack("!I", length) + (message or b"")
+        entry = _ENTRY.pack(len(part), more) + part
         self._memory[start : start + len(entry)] = entry
         self._words[0] = number + 1
 
-    def read(self, number: int) -> bytes | None:
-        """Read a frame that has been written."""
+    def read(self, number: int) -> tuple[bytes, bool]:
+        """Read what has been written, and whether there is more to it."""
         start = self._head + number % SLOTS * SLOT_NBYTES
-        (length,) = struct.unpack_from("!I", self._memory, start)
-        return None if length == BY_SOCKET else self._memory[start + 4 : start + 4 + length]
+        length, more = _ENTRY.unpack_from(self._memory, start)
+        start += _ENTRY.size
+        return self._memory[start : start + length], more
 
 
 class MailboxControl(SocketControl):
-    """Frames in shared memory, with the sockets for what does not fit and to see who lives."""
+    """Frames in shared memory, with the sockets to see who lives."""
 
     def __init__(self, rank: int, links: dict[int, Connection]) -> None:
         super().__init__(rank, links)
         size = len(links) + 1
         self._mine, self._boxes = _exchange_mailboxes(links, size)
         self._read = dict.fromkeys(links, 0)
+        self._parts = dict.fromkeys(links, b"")
         self._hangups = {peer: _hangup_poller(link) for peer, link in links.items()}
         # With more ranks than cores, whoever spins keeps the one that is waited for from running.
         self._spin_seconds = SPIN_SECONDS if len(os.sched_getaffinity(0)) >= size else 0.0
 
     def _send(self, message: bytes) -> None:
-        number = self._mine.written
-        for peer, box in self._boxes.items():
-            self._wait(peer, partial(self._has_room, box, number), time.monotonic() + ROOM_SECONDS)
-        if len(message) <= SLOT_NBYTES - 4:
-            self._mine.write(number, message)
-        else:
-            super()._send(message)
-            self._mine.write(number, None)
+        starts = range(0, max(1, len(message)), PART_NBYTES)
+        for start in starts:
+            number = self._mine.written
+            for peer, box in self._boxes.items():
+                self._wait(peer, partial(self._has_room, box, number), time.monotonic() + ROOM_SECONDS)
+            self._mine.write(number, message[start : start + PART_NBYTES], more=start != starts[-1])
 
     def _has_room(self, box: Mailbox, number: int) -> bool:
+        if number - box.has_read(self._rank) < SLOTS:
+            return True
+        # The peer may be waiting for room as well: take in what it has written.
+        for peer in self._boxes:
+            while (message := self._next_message(peer)) is not None:
+                self._keep(peer, *unpack(message))
         return number - box.has_read(self._rank) < SLOTS
 
     def _receive(self, rank: int, deadline: float) -> bytes:
-        box, number = self._boxes[rank], self._read[rank]
-        self._wait(rank, lambda: box.written > number, deadline)
-        message = box.read(number)
-        if message is None:
-            message = super()._receive(rank, deadline)
-        self._read[rank] = number + 1
-        self._mine.note_read(rank, number + 1)
+        while (message := self._next_message(rank)) is None:
+            self._wait(rank, partial(self._has_mail, rank), deadline)
         return message
+
+    def _has_mail(self, rank: int) -> bool:
+        return self._boxes[rank].written > self._read[rank]
+
+    def _next_message(self, rank: int) -> bytes | None:
+        """Take the parts that are there; return a message if it is complete."""
+        while self._has_mail(rank):
+            part, more = self._boxes[rank].read(self._read[rank])
+            self._read[rank] += 1
+            self._mine.note_read(rank, self._read[rank])
+            self._parts[rank] += part
+            if not more:
+                message, self._parts[rank] = self._parts[rank], b""
+                return message
+        return None
 
     def _wait(self, rank: int, done: Callable[[], bool], deadline: float) -> None:
         """Return when a peer has done something; raise TimeoutError, or PeerLost if it has ended."""

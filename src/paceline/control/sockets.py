@@ -36,10 +36,13 @@ class SocketControl(Control):
 
     def collect(self, topic: Topic, seconds: float) -> list[bytes]:
         deadline = time.monotonic() + seconds
-        return [self._frame_of(rank, topic, deadline, seconds) for rank in range(len(self._links) + 1)]
+        boxes = [self._inbox.setdefault((rank, topic), deque()) for rank in range(len(self._links) + 1)]
+        for rank, box in enumerate(boxes):
+            self._fill(rank, box, deadline, seconds)
+        # Taken out only when all are there: who is interrupted while waiting can collect again.
+        return [box.popleft() for box in boxes]
 
-    def _frame_of(self, rank: int, topic: Topic, deadline: float, seconds: float) -> bytes:
-        box = self._inbox.setdefault((rank, topic), deque())
+    def _fill(self, rank: int, box: deque[bytes], deadline: float, seconds: float) -> None:
         while not box:
             # First in, first out: what comes before the frame we want belongs to another topic.
             try:
@@ -50,7 +53,6 @@ class SocketControl(Control):
                     "others; look at what that rank is doing, or give the process group a longer timeout.",
                     rank,
                 ) from None
-        return box.popleft()
 
     def _send(self, message: bytes) -> None:
         dead = [peer for peer, link in self._links.items() if not _sent(link, message)]

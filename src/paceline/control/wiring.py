@@ -29,6 +29,7 @@ def control_over(comm: Comm) -> Control:
         control = _controls.get(comm.group)
         if control is None:
             control = _controls[comm.group] = _wire(comm)
+            control.label = comm.group.group_name.encode()
     return control
 
 
