@@ -2,8 +2,8 @@
 
 A buffer that is allocated for a step and freed by ``zero_grad()`` goes back to the kernel, and the next
 step pays for every page of it again, which costs more than copying the gradients. So the pages of a freed
-buffer are kept, but declared free (``MADV_FREE``): the kernel takes them when anybody needs memory, and
-else they are used again.
+buffer are kept, but those of a large one are declared free (``MADV_FREE``): the kernel takes them when
+anybody needs memory, and else they are used again.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch
 
 WORTHWHILE_NBYTES = 64 * 1024  # below, the allocator's own free lists do the same
 
-HUGE_NBYTES = 4 * 1024 * 1024
+HUGE_NBYTES = 4 * 1024 * 1024  # below, declaring pages free costs more than they are worth: they are kept
 
 _CAN_DECLARE_FREE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MAP_PRIVATE")
 
@@ -42,5 +42,6 @@ class Pages:
 
     def _take_back(self, block: mmap.mmap) -> None:
         """Declare the pages free. Called when the last tensor on them has died, by the thread that let go."""
-        block.madvise(mmap.MADV_FREE)
+        if len(block) >= HUGE_NBYTES:
+            block.madvise(mmap.MADV_FREE)
         self._idle = block

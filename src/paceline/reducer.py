@@ -40,7 +40,7 @@ class Reducer:
         self._armed = False
         self._lost: PeerLost | None = None
         self._broken = ""  # how this rank failed when the others could not be told any more
-        self._told: BaseException | None = None
+        self._told = 0  # which exception, by id, the others were told of inside accumulate()
         self._closed = False  # the present backward has been closed here
         self._plan_is_guess = True
         self._plan_is_disputed = False
@@ -230,7 +230,7 @@ class Reducer:
             self._broken = failure
         except Exception as trouble:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
-        self._told = error
+        self._told = id(error)
         self._drop_gradients()
         self._plan_is_disputed |= isinstance(error, RanksDisagree)
 
@@ -291,12 +291,12 @@ class Reducer:
         """Reduce in the last of ``micro_batches`` backwards, or when the block ends with fewer."""
         if self._micro_batches:
             raise RuntimeError("accumulate() inside accumulate(): end the outer block first")
-        self._micro_batches = micro_batches
+        self._micro_batches, self._told = micro_batches, 0
         try:
             yield
         except BaseException as error:
             due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
-            if due and error is not self._told and self._lost is None:
+            if due and id(error) != self._told and self._lost is None:
                 self._settle(None, error)  # the others are going to wait for this rank's share
             raise
         due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
