@@ -17,7 +17,7 @@ TORCH_READY := $(VENV)/.stamp-torch-$(TORCH)
 DEMO_READY  := $(VENV)/.stamp-paceline
 TEST_READY  := $(VENV)/.stamp-paceline-test
 
-.PHONY: help demo test bench promises clean
+.PHONY: help demo test bench promises conformance clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make test      set up .venv, then lint, types, layers and all tests'
 	@echo 'make bench     measure against torch; print a table and write JSON'
 	@echo 'make promises  run every promise on torch and on paceline; write docs/promises.md'
+	@echo 'make conformance  run torch'"'"'s own DDP tests on torch'"'"'s class and on ours; write docs/conformance.md'
 	@echo 'make clean     remove .venv, caches, checkpoints and results'
 
 demo: $(DEMO_READY)
@@ -50,6 +51,10 @@ promises: $(TEST_READY)
 	$(SAY) 'promises: torch and paceline side by side, into docs/promises.md'
 	@$(BIN)/python -m tests.promises.report
 
+conformance: $(TEST_READY)
+	$(SAY) 'conformance: the tests inside the torch wheel, twice (about five minutes), into docs/conformance.md'
+	@$(BIN)/python -m tests.conformance.report
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache checkpoints results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -72,5 +77,5 @@ $(DEMO_READY): pyproject.toml $(TORCH_READY)
 
 $(TEST_READY): pyproject.toml $(TORCH_READY)
 	$(SAY) 'installing paceline with what its tests need'
-	@$(PIP) --editable '.[test,lint,examples]'
+	@$(PIP) --editable '.[test,lint,examples,frameworks]'
 	@touch $@ $(DEMO_READY)

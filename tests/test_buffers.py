@@ -8,6 +8,7 @@ from torch import nn
 import paceline
 from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import GroupComm
+from paceline.frames import Closing
 from paceline.testing import ranks
 
 
@@ -38,6 +39,12 @@ def test_state_of_any_dtype_is_taken_bit_for_bit(rank: int) -> None:
     for tensor in tensors:
         assert same_on_all_ranks(tensor), tensor.dtype
     assert not same_on_all_ranks(raw)
+
+
+def test_what_a_rank_says_of_its_buffers_survives_packing() -> None:
+    closing = Closing(7, b"\1\0", (1, 0), failure="boom", buffers=b"12345678\0\1\1")
+
+    assert Closing.unpack(closing.pack()) == closing
 
 
 @ranks(2)

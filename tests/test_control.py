@@ -13,7 +13,7 @@ from paceline.control import Control, GroupControl, MailboxControl, SocketContro
 from paceline.control.mailbox import SLOTS
 from paceline.control.sockets import answer, call, listen
 from paceline.errors import PeerLost, RanksDisagree
-from paceline.frames import Closing, Opening
+from paceline.frames import Closing, Opening, Round
 from paceline.testing import ranks
 
 
@@ -151,7 +151,10 @@ def test_a_stranger_who_does_not_know_the_key_is_sent_away() -> None:
 
 
 def test_frames_survive_packing() -> None:
-    for opening in (Opening(3, b"12345678"), Opening(2**40, b"\0" * 8, "ValueError: ü")):
+    for opening in (Opening(3, b"12345678"), Opening(2**40, b"\0" * 8, 9, True, "ValueError: ü")):
         assert Opening.unpack(opening.pack()) == opening
-    for closing in (Closing(), Closing(7, b"\1\0\1", (2, 0, 70000), (1,)), Closing(failure="boom\nline")):
+    full = Closing(7, b"\1\0\1", (2, 0, 70000), (1,), (4, 10, 1))
+    for closing in (Closing(), full, Closing(failure="boom\nline", stuck=True)):
         assert Closing.unpack(closing.pack()) == closing
+    for told in (Round(), Round(more=True), Round(failure="ValueError: ü")):
+        assert Round.unpack(told.pack()) == told

@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from paceline import DistributedDataParallel as Ours
-from paceline.ddp import NOT_YET, _move
+from paceline.ddp import _move
 from paceline.testing import ranks
 
 Theirs = torch.nn.parallel.DistributedDataParallel
@@ -45,7 +45,6 @@ def test_it_takes_torchs_arguments_in_torchs_order() -> None:
         {"bucket_cap_mb": 1e-4},
         {"bucket_cap_mb_list": [1e-4, 1]},
         {"forward_sync_buffers": False},
-        {"check_reduction": True},
         {"batched_grad_copy": True},
         {"device_ids": []},
     ],
@@ -133,7 +132,7 @@ def test_forward_takes_any_arguments(rank: int) -> None:
 def test_buffers_are_taken_before_a_forward_as_torch_does(rank: int) -> None:
     bare = nn.Sequential(nn.Linear(6, 2))
     bare.register_buffer("mark", torch.zeros(1))
-    for options, expected in (({}, 0.0), ({"broadcast_buffers": False}, float(rank))):
+    for options, expected in (({}, 0.0), ({"forward_sync_buffers": False}, float(rank))):
         model = Ours(bare, **options)
         bare.mark.fill_(rank)
         model(share(rank))
@@ -240,12 +239,6 @@ def test_moving_inputs_goes_into_containers_and_leaves_the_rest() -> None:
 
 
 # ---- bad input --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_arguments_that_come_later_are_named(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"does not take {name} yet"):
-        Ours(net(), **{name: True})
 
 
 @pytest.mark.parametrize(

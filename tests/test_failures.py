@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.comm import Comm, GroupComm, Pending
 from paceline.control import control_over
-from paceline.hooks import GradBucket
+from paceline.hooks import GradBucket, surely
 from paceline.testing import ranks
 
 
@@ -94,6 +94,7 @@ def test_a_failure_after_the_closing_frame_stops_every_rank_at_the_next_backward
         def wait(self) -> torch.Tensor:
             raise MemoryError("no room")
 
+    @surely
     def hook(bucket: GradBucket, comm: Comm) -> Pending:
         pending = comm.average(bucket.flat)
         return Late(pending.wait()) if comm.rank == 0 else pending
@@ -146,9 +147,9 @@ def test_a_disagreement_about_what_is_trained_can_be_mended(rank: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("setting", ["unused", "broadcast_buffers"])
+@pytest.mark.parametrize("setting", ["unused", "buffers"])
 def test_settings_that_differ_are_refused_at_the_start(rank: int, setting: str) -> None:
-    values = {"unused": ("allow", "error"), "broadcast_buffers": (True, False)}[setting]
+    values = {"unused": ("allow", "error"), "buffers": ("after_backward", "start")}[setting]
 
     seen = outcome_of(lambda: paceline.replicate(nn.Linear(4, 4), **{setting: values[rank]}))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.errors import InputsExhausted as InputsExhausted
     from paceline.errors import LaunchError as LaunchError
     from paceline.errors import PacelineError as PacelineError
     from paceline.errors import PeerFailed as PeerFailed
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from paceline.errors import UnsyncedGradients as UnsyncedGradients
     from paceline.errors import UnusedParameters as UnusedParameters
     from paceline.hooks import average as average
+    from paceline.joining import join as join
     from paceline.launch.world import World as World
     from paceline.launch.world import world as world
+    from paceline.precision import Precision as Precision
     from paceline.replication import Replica as Replica
     from paceline.replication import accumulate as accumulate
     from paceline.replication import no_sync as no_sync
@@ -30,6 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "paceline.ddp": ["DistributedDataParallel"],
     "paceline.errors": [
+        "InputsExhausted",
         "LaunchError",
         "PacelineError",
         "PeerFailed",
@@ -39,7 +43,9 @@ _HOMES = {
         "UnusedParameters",
     ],
     "paceline.hooks": ["average"],
+    "paceline.joining": ["join"],
     "paceline.launch.world": ["World", "world"],
+    "paceline.precision": ["Precision"],
     "paceline.replication": ["Replica", "accumulate", "no_sync", "replica", "replicate"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,54 +1,345 @@
-"""Buffers (BatchNorm's running figures and the like): every rank takes rank 0's, in one message."""
+"""Buffers (BatchNorm's running figures and the like): every rank takes one rank's, when their policy says so.
 
-from collections.abc import Sequence
+A turn is one time that some of them are made equal:
+
+    tell()   which of them changed here since they were last equal, and the shapes and dtypes of all
+    send()   what changed on any rank goes out, in one message for each device
+    take()   it is written
+
+A change shows in the tensor's version. It does not show in what BatchNorm's kernels write; a module that
+keeps a running mean and a variance therefore counts as changed while it is in training mode.
+"""
+
+import hashlib
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import nn
 
+from paceline.buffer_policies import FORWARD, LEFT_TO_EACH_RANK, Policies, Policy
 from paceline.comm import Comm, Pending
+from paceline.errors import RanksDisagree, name_ranks, name_some
 from paceline.torch_private import flatten
 
 Tensors = Sequence[torch.Tensor]
+Exchange = Callable[[bytes], Sequence[bytes]]  # tells every rank, and returns what every rank told
 
 CHUNK_NBYTES = 64 * 1024 * 1024
+DIGEST_NBYTES = 8
+
+Look = tuple[torch.Size, torch.dtype, bool]  # shape, dtype, and whether it is on the CPU
 
 
 class BufferSync:
-    """Keeps a module's buffers equal to rank 0's; the caller says when."""
+    """Keeps a module's buffers equal to one rank's; the caller says when."""
 
-    def __init__(self, module: nn.Module, comm: Comm, left_out: frozenset[str] = frozenset()) -> None:
-        # The dictionaries, not the tensors: a module may put another tensor under the same name.
-        self._places = [
-            (owner._buffers, name)
-            for prefix, owner in module.named_modules()
-            for name in owner._buffers
-            if f"{prefix}.{name}".lstrip(".") not in left_out
-        ]
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm,
+        policies: Policies | None = None,
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
         self._comm = comm
+        self._places = _places(module, policies or Policies(), left_out)
+        self._every = sorted(
+            {place.policy for place in self._places if isinstance(place.policy, int)}, reverse=True
+        )
 
     def is_empty(self) -> bool:
-        """Whether the module has no buffers."""
-        return not self._places
+        """Whether there are no buffers to keep equal."""
+        return all(place.is_void() for place in self._places)
 
-    def start(self) -> list["Transfer"]:
-        """Send rank 0's buffers on their way. Every rank has to call this at the same point."""
-        found = (owner.get(name) for owner, name in self._places)
-        return start_broadcast([buffer for buffer in found if buffer is not None], self._comm)
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """The policy of every buffer that is kept equal at some time."""
+        return {place.name: place.policy for place in self._places}
 
-    def run(self) -> None:
-        """Take rank 0's buffers now."""
-        finish_broadcast(self.start())
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that there are at this moment, by name; each once."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for place in self._places:
+            if (buffer := place.buffer) is not None:
+                found.setdefault(id(buffer), (place.name, buffer))
+        return dict(found.values())
+
+    # ---- when they are equal ---------------------------------------------------------------------
+
+    def note_equal(self) -> None:
+        """Take it as known that all ranks hold the same."""
+        for place in self._places:
+            place.note_equal()
+
+    def forget(self) -> None:
+        """Take nothing as known: somebody else has written the buffers."""
+        for place in self._places:
+            place.forget()
+
+    # ---- making them equal -----------------------------------------------------------------------
+
+    @property
+    def kept(self) -> set[Policy]:
+        """The policies under which buffers are made equal while the module is trained."""
+        return {place.policy for place in self._places} - LEFT_TO_EACH_RANK
+
+    def turn_after_backward(self, step: int, *, with_forward: bool = False) -> "Turn | None":
+        """Return the turn that is due at the end of a reduced backward, if there is one.
+
+        ``with_forward`` also takes what is due around a forward.
+        """
+        due: set[Policy] = {"after_backward", *(k for k in self._every if (step + 1) % k == 0)}
+        places = self._due(due | FORWARD if with_forward else due)
+        return Turn(places, self._comm) if places else None
+
+    def sync(
+        self,
+        exchange: Exchange,
+        source: int = 0,
+        *,
+        only: Collection[Policy] | None = None,
+        in_passing: bool = False,
+    ) -> None:
+        """Make buffers equal now. Every rank calls this at the same point.
+
+        ``only`` those with some policies. ``in_passing`` sends what is on a GPU without asking if it has
+        changed, because to ask makes the host wait for the other hosts, and the GPU would run dry.
+        """
+        places = self._places if only is None else self._due(only)
+        unasked = [place for place in places if in_passing and place.is_on_device()]
+        asked = [place for place in places if not in_passing or not place.is_on_device()]
+        if not all(place.is_void() for place in asked):
+            self._ask_and_sync(asked, exchange, source)
+        if unasked:
+            turn = Turn(unasked, self._comm)
+            turn.send_all(source)
+            turn.take()
+
+    def _ask_and_sync(self, places: Sequence["Place"], exchange: Exchange, source: int) -> None:
+        turn = Turn(places, self._comm)
+        turn.send(exchange(turn.tell()), source)
+        if turn.is_disputed:
+            raise turn.dispute(exchange)
+        turn.take()
+
+    def _due(self, policies: Collection[Policy]) -> list["Place"]:
+        return [place for place in self._places if place.policy in policies]
+
+
+class Turn:
+    """One time that some buffers are made equal."""
+
+    def __init__(self, places: Sequence["Place"], comm: Comm) -> None:
+        self._places = places
+        self._comm = comm
+        self._sent: Sequence[Place] = ()
+        self._transfers: list[Transfer] = []
+        self.tensors: list[torch.Tensor] = []  # that are sent
+        self.is_disputed = False  # the ranks' buffers have different shapes or dtypes: nothing is sent
+
+    def tell(self) -> bytes:
+        """Return what this rank has to say; nothing, if nothing has changed here."""
+        changed = _changed(self._places)
+        return _digest([place.line() for place in self._places]) + bytes(changed) if any(changed) else b""
+
+    def send(self, told: Sequence[bytes], source: int) -> None:
+        """Send what changed on any rank. ``told`` is what every rank had to say."""
+        frames = set(told)  # most ranks say the same
+        if frames == {b""}:
+            return
+        agreed = _digest([place.agreed for place in self._places])
+        self.is_disputed = len({frame[:DIGEST_NBYTES] or agreed for frame in frames}) > 1
+        if not self.is_disputed:
+            masks = (int.from_bytes(frame[DIGEST_NBYTES:]) for frame in frames)
+            changed = reduce(or_, masks).to_bytes(len(self._places))
+            self._send([place for place, mark in zip(self._places, changed, strict=True) if mark], source)
+
+    def send_all(self, source: int) -> None:
+        """Send everything, without asking."""
+        self._send(self._places, source)
+
+    def _send(self, places: Sequence["Place"], source: int) -> None:
+        self._sent = places
+        # A tensor may be there under several names.
+        tensors = {id(buffer): buffer for place in places if (buffer := place.buffer) is not None}
+        self.tensors = list(tensors.values())
+        self._transfers = start_broadcast(self.tensors, self._comm, source)
+
+    @property
+    def messages(self) -> int:
+        """How many messages the tensors travel in."""
+        return len(self._transfers)
+
+    def take(self) -> None:
+        """Write what was sent."""
+        finish_broadcast(self._transfers)
+        for place in self._sent:
+            place.note_equal()
+
+    def dispute(self, exchange: Exchange, where: str = "", end: str = "") -> RanksDisagree:
+        """Find out which buffers differ, and say so in the same words on every rank."""
+        frames = exchange("\n".join(place.line() for place in self._places).encode())
+        everyone = [dict(line.split("\t") for line in frame.decode().split("\n")) for frame in frames]
+        names = dict.fromkeys(name for told in everyone for name in told)
+        odd = [line for name in names if (line := _difference(name, everyone))]
+        return RanksDisagree(
+            f"{where}the ranks hold different buffers: {name_some(odd)}. Change a buffer's shape or dtype on "
+            f'every rank at the same point, or leave it to each rank with the policy "never".{end}'
+        )
+
+
+def _changed(places: Sequence["Place"]) -> list[bool]:
+    """Find the buffers that changed here; those of one BatchNorm change together."""
+    visibly = [place.has_changed() for place in places]
+    moved = {place.owner_id for place, changed in zip(places, visibly, strict=True) if changed}
+    return [
+        changed or (place.keeps_figures and (place.owner_id in moved or place.is_in_training()))
+        for place, changed in zip(places, visibly, strict=True)
+    ]
+
+
+def _digest(lines: Sequence[str]) -> bytes:
+    """Return a few bytes that stand for the names, shapes and dtypes of buffers."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_NBYTES).digest()
+
+
+def _difference(name: str, everyone: Sequence[dict[str, str]]) -> str:
+    """Say how one buffer differs between the ranks, or nothing."""
+    holders: dict[str, list[int]] = {}
+    for rank, told in enumerate(everyone):
+        holders.setdefault(told.get(name, "missing"), []).append(rank)
+    if len(holders) == 1:
+        return ""
+    return f"{name} is " + " but ".join(f"{look} on {name_ranks(ranks)}" for look, ranks in holders.items())
+
+
+# ---- where buffers are ---------------------------------------------------------------------------
+
+
+class Place:
+    """Where a module keeps a buffer, and what was there when the ranks' were last equal."""
+
+    def __init__(self, name: str, owner: nn.Module, key: str, policy: Policy) -> None:
+        self.name = name
+        self.policy = policy
+        self.owner_id = id(owner)
+        self.keeps_figures = _keeps_figures(owner)
+        self.agreed = ""  # its line on every rank
+        # The module, not the tensor: it may put another tensor under the same name.
+        self._owner = weakref.ref(owner)
+        self._key = key
+        self._is_known = False
+        self._last: tuple[weakref.ref[torch.Tensor] | None, int, int] = (None, 0, 0)
+        self._look: Look | None = None
+        self._line = _line(name, None)
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """What is there now."""
+        owner = self._owner()
+        return None if owner is None else owner._buffers.get(self._key)
+
+    def is_void(self) -> bool:
+        """Tell whether no rank had anything here when they were last equal, and nothing has come since."""
+        return self.buffer is None and self._last[0] is None
+
+    def is_on_device(self) -> bool:
+        """Tell whether the host need not wait for what is done with it."""
+        buffer = self.buffer
+        return buffer is not None and not buffer.is_cpu
+
+    def is_in_training(self) -> bool:
+        """Tell whether its module is in training mode."""
+        owner = self._owner()
+        return owner is not None and owner.training
+
+    def line(self) -> str:
+        """Write down what has to be the same on every rank."""
+        buffer = self.buffer
+        look = None if buffer is None else (buffer.shape, buffer.dtype, buffer.is_cpu)
+        if look != self._look:
+            self._look, self._line = look, _line(self.name, look)
+        return self._line
+
+    def has_changed(self) -> bool:
+        """Tell whether a change is to be seen since the ranks' were last equal."""
+        buffer = self.buffer
+        seen, version, address = self._last
+        if not self._is_known:
+            return True
+        if buffer is None or seen is None:
+            return (buffer is None) is not (seen is None)
+        if seen() is not buffer or buffer.is_inference():  # which has no version
+            return True
+        return buffer._version != version or buffer.data_ptr() != address
+
+    def note_equal(self) -> None:
+        """Remember what is there as the same on every rank."""
+        buffer = self.buffer
+        self._is_known, self.agreed = True, self.line()
+        if buffer is None:
+            self._last = (None, 0, 0)
+        else:
+            version = 0 if buffer.is_inference() else buffer._version
+            self._last = (weakref.ref(buffer), version, buffer.data_ptr())
+
+    def forget(self) -> None:
+        """Count as changed, whatever is there."""
+        self._is_known = False
+
+
+def names_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's buffers, also of those that are None at this moment."""
+    return [name for name, _, _ in _keys(module)]
+
+
+def _places(module: nn.Module, policies: Policies, left_out: frozenset[str]) -> list[Place]:
+    return [
+        Place(name, owner, key, policy)
+        for name, owner, key in _keys(module)
+        if name not in left_out and (policy := policies.of_buffer(name)) != "never"
+    ]
+
+
+def _keys(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    return [
+        (f"{prefix}.{key}".lstrip("."), owner, key)
+        for prefix, owner in module.named_modules()
+        for key in owner._buffers
+    ]
+
+
+def _keeps_figures(owner: nn.Module) -> bool:
+    """Tell whether a module has what ``F.batch_norm`` is given: a mean and a variance of one size."""
+    buffers = ((key, b) for key, b in owner._buffers.items() if b is not None)
+    figures = {key: b.shape for key, b in buffers if b.dim() == 1 and b.is_floating_point()}
+    means = {shape for key, shape in figures.items() if "mean" in key}
+    return any(shape in means for key, shape in figures.items() if "var" in key)
+
+
+def _line(name: str, look: Look | None) -> str:
+    if look is None:
+        return f"{name}\tmissing"
+    shape, dtype, is_cpu = look
+    place = "" if is_cpu else " on a device"
+    return f"{name}\t{tuple(shape)} {str(dtype).removeprefix('torch.')}{place}"
+
+
+# ---- on their way --------------------------------------------------------------------------------
 
 
 class Transfer:
-    """Tensors of one device, packed as bytes and on their way from rank 0."""
+    """Tensors of one device, packed as bytes and on their way from one rank."""
 
-    def __init__(self, tensors: Tensors, comm: Comm) -> None:
+    def __init__(self, tensors: Tensors, comm: Comm, source: int) -> None:
         self._groups = list(_by_dtype(tensors).values())
         parts = [flatten(group).view(torch.uint8) for group in self._groups]
         self._sizes = [part.numel() for part in parts]
-        self._pending: Pending = comm.broadcast(parts[0] if len(parts) == 1 else torch.cat(parts))
-        self._keep = comm.rank == 0
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._pending: Pending = comm.broadcast(packed, source)
+        self._keep = comm.rank == source
 
     def finish(self) -> None:
         """Wait, and write what came into the tensors."""
@@ -66,9 +357,9 @@ class Transfer:
             torch._foreach_copy_([tensor.data for tensor in group], values)
 
 
-def start_broadcast(tensors: Tensors, comm: Comm) -> list[Transfer]:
-    """Start sending rank 0's tensors to all ranks, bit for bit, whatever their dtype."""
-    return [Transfer(chunk, comm) for chunk in _chunks([t for t in tensors if t.numel()])]
+def start_broadcast(tensors: Tensors, comm: Comm, source: int = 0) -> list[Transfer]:
+    """Start sending one rank's tensors to all ranks, bit for bit, whatever their dtype."""
+    return [Transfer(chunk, comm, source) for chunk in _chunks([t for t in tensors if t.numel()])]
 
 
 def finish_broadcast(transfers: list[Transfer]) -> None:

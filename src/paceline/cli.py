@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from paceline import __version__
+from paceline import __version__, environment
 from paceline.launch.job import Job
 from paceline.launch.run import run
 
@@ -24,6 +24,10 @@ If a rank fails, the others are stopped, and the exit code is that of the rank t
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says, and return the exit code."""
     options = _parser().parse_args(argv)
+    return int(options.do(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     job = _job(options)
     try:
         return run(job)
@@ -41,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     _add_run(commands)
+    _add_env(commands)
     return parser
 
 
@@ -53,7 +58,7 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="paceline run -n N [--drop-in] [--no-prefix] [-m] script [argument ...]",
     )
-    parser.set_defaults(parser=parser)
+    parser.set_defaults(parser=parser, do=_run)
     parser.add_argument(
         "-n", dest="size", metavar="N", required=True, help="how many ranks, or 'gpu' for one per GPU"
     )
@@ -68,6 +73,23 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     parser.add_argument("script", nargs="?", help="the script that every rank runs")
     parser.add_argument("args", metavar="argument", nargs=argparse.REMAINDER, help="what the script gets")
+
+
+def _add_env(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "env",
+        help="print what a bug report needs",
+        description="Print versions, machine, GPUs and the variables that concern data-parallel runs. "
+        "Variables that are not on paceline's own list are never printed.",
+    )
+    parser.set_defaults(do=_env)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _env(options: argparse.Namespace) -> int:
+    found = environment.collect(__version__)
+    print(environment.as_json(found) if options.json else environment.as_text(found))
+    return 0
 
 
 def _job(options: argparse.Namespace) -> Job:

@@ -4,6 +4,7 @@ The only file below the wrappers that names ``torch.distributed``. A function th
 communicate. Collectives start in the order of the calls, and that order has to be the same on every rank.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -34,18 +35,27 @@ class Pending:
             self._work = None
         return self._tensor
 
+    def advance(self) -> bool:
+        """Wait for this collective and start the one that follows from it; tell whether there was one."""
+        return False
+
 
 class Comm(ABC):
     """Collectives among ``size`` ranks, seen from ``rank``."""
 
     rank: int
     size: int
+    divisor: int  # what a mean divides by: the ranks that take part
     is_solo = False  # no other process, ever
     seconds: float  # how long a rank may keep the others waiting
 
     def mean_factor(self, device: torch.device) -> float:
         """Return what to multiply by before ``total()`` to get the mean; 1 if ``average()`` is as cheap."""
         return 1.0
+
+    def among(self, active: int) -> "Comm":
+        """Return the same comm for a step in which only some ranks have something to add."""
+        return self
 
     @abstractmethod
     def total(self, flat: torch.Tensor) -> Pending:
@@ -60,6 +70,14 @@ class Comm(ABC):
         """Copy one rank's tensor to all, in place."""
 
     @abstractmethod
+    def gather(self, flat: torch.Tensor) -> Pending:
+        """Lay the ranks' tensors, all of one size, side by side: the result has a row for each rank."""
+
+    @abstractmethod
+    def split(self, size: int) -> "Comm":
+        """Return the comm of the ``size`` neighbouring ranks that this rank is among. For set-up."""
+
+    @abstractmethod
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Exchange a message of any length with every rank, and wait for it. For set-up, not for steps."""
 
@@ -67,7 +85,7 @@ class Comm(ABC):
 class SoloComm(Comm):
     """A world of one: everything is agreed already."""
 
-    rank, size, seconds = 0, 1, 0.0
+    rank, size, divisor, seconds = 0, 1, 1, 0.0
     is_solo = True
 
     def total(self, flat: torch.Tensor) -> Pending:
@@ -79,6 +97,12 @@ class SoloComm(Comm):
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> Pending:
         return Pending(flat)
 
+    def gather(self, flat: torch.Tensor) -> Pending:
+        return Pending(flat.unsqueeze(0))
+
+    def split(self, size: int) -> Comm:
+        return self
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
@@ -89,31 +113,52 @@ class GroupComm(Comm):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = group.rank()
-        self.size = group.size()
+        self.size = self.divisor = group.size()
         self.seconds = timeout_of(group, _working_device(group))
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
         self._sum_options = _options(dist.ReduceOp.SUM)
         self._mean_options = _options(dist.ReduceOp.AVG)
 
     def mean_factor(self, device: torch.device) -> float:
-        return 1.0 if self._mean_is_native.get(device.type) else 1 / self.size
+        return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor
+
+    def among(self, active: int) -> Comm:
+        if active == self.divisor:
+            return self
+        twin = copy.copy(self)
+        twin.divisor = active
+        twin._mean_is_native = {}  # what is built in divides by everybody
+        return twin
 
     def total(self, flat: torch.Tensor) -> Pending:
         return Pending(flat, self.group.allreduce([_real(flat)], self._sum_options))
 
     def average(self, flat: torch.Tensor) -> Pending:
-        if self.size == 1:
+        if self.divisor == 1:
             return self.total(flat)
         if self._mean_is_native.get(flat.device.type):
             return Pending(flat, self.group.allreduce([_real(flat)], self._mean_options))
         # Divided before the sum, so that 16-bit sums do not overflow.
-        return self.total(flat.mul_(1 / self.size))
+        return self.total(flat.mul_(1 / self.divisor))
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = True
         return Pending(flat, self.group.broadcast([flat], options))
+
+    def gather(self, flat: torch.Tensor) -> Pending:
+        rows = flat.new_empty(self.size, flat.numel())
+        work = self.group._allgather_base(_real(rows).view(-1), _real(flat).contiguous().view(-1))
+        return Pending(rows, work)
+
+    def split(self, size: int) -> Comm:
+        if size < 1 or self.size % size:
+            raise ValueError(f"{self.size} ranks cannot be split into groups of {size}")
+        everyone = dist.get_process_group_ranks(self.group)
+        first = self.rank - self.rank % size
+        group = dist.new_group(everyone[first : first + size], use_local_synchronization=True)
+        return GroupComm(group)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         device = _working_device(self.group)

@@ -6,6 +6,8 @@ have nothing left to do; docs/from-ddp.md goes through them one by one.
 """
 
 import copy
+import dataclasses
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,22 +15,34 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
 
-from paceline.buffers import BufferSync
+from paceline.backward import Joining
+from paceline.buffer_hooks import BufferHook
+from paceline.buffer_policies import Policies
+from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm, GroupComm
+from paceline.errors import words_of
+from paceline.fused_optim import StepEach, StepInBackward
+from paceline.hooks import FromTorch, Hook, average, in_dtype
+from paceline.joining import WrapperJoinHook, last_of
+from paceline.logging_data import Notes, logging_data
 from paceline.plan import Caps
-from paceline.replication import Replica, Settings, comm_for
+from paceline.precision import Precision
+from paceline.reducer import Reducer
+from paceline.remote import current_context
+from paceline.replication import Replica, Settings, check_names, comm_for, reducing_in
+from paceline.torch_names import (
+    BROADCAST_NBYTES,
+    ReducerFace,
+    mark_precision,
+    name_parameters,
+    trained,
+)
+from paceline.torch_private import take_over_optimizers
 
-# Accepted by torch's class, and by this one in a later release.
-NOT_YET = {
-    "delay_all_reduce_named_params": None,
-    "param_to_hook_all_reduce": None,
-    "mixed_precision": None,
-    "skip_all_reduce_unused_params": False,
-}
 
-
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wrap a module so that all ranks train it as one, with torch's names for everything."""
 
     def __init__(
@@ -55,8 +69,7 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        given = locals()
-        _refuse([name for name, default in NOT_YET.items() if given[name] is not default])
+        Joinable.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
         self.device_ids, self.output_device = _single_device(module, device_ids, output_device)
@@ -65,24 +78,53 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.batched_grad_copy = batched_grad_copy
-        self.forward_sync_buffers = _first_given(forward_sync_buffers, broadcast_buffers, True)
+        self.mixed_precision = mixed_precision
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        if check_reduction:
+            _deprecated("check_reduction has no effect; leave it out")
+        self.forward_sync_buffers = _syncs_buffers(broadcast_buffers, forward_sync_buffers)
         self.require_forward_param_sync = True
         self._sync_by_default = True
+        self._joining = Joining("initial")
+        self._notes = Notes()
+        self._buffer_hook: BufferHook | None = None
+        self._precision = None if mixed_precision is None else Precision.of(mixed_precision)
         self._settings = Settings(
             caps=_caps(bucket_cap_mb, bucket_cap_mb_list),
+            hook=reducing_in(self._precision, average, module),
+            precision=self._precision,
             take_state=init_sync,
-            buffers_after_backward=False,
+            buffers=Policies.of("before_saving"),  # or whenever this wrapper asks
+            forward_sync_buffers=self.forward_sync_buffers,
             left_out=frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
+            delayed=_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
+            skip_unused=skip_all_reduce_unused_params,
         )
         self.parameters_to_ignore = set(self._settings.left_out)
+        self.bucket_bytes_cap_list = list(self._settings.caps.nbytes) if bucket_cap_mb_list else []
+        self.broadcast_bucket_size = BROADCAST_NBYTES
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.module = module
+        self._release(module)
         self._attach(comm_for(process_group, device_mesh))
+        self._lazy_init_ran = False
+
+    @staticmethod
+    def _release(module: nn.Module) -> None:
+        """Take a module over from an earlier wrapper: the newest one counts."""
+        earlier = _wrappers.get(module.module if isinstance(module, DistributedDataParallel) else module)
+        if earlier is not None and earlier._replica is not None:
+            earlier._replica.detach()
 
     def _attach(self, comm: Comm, original: Replica | None = None) -> None:
         self._group = _GroupReference(comm.group if isinstance(comm, GroupComm) else None)
         self._replica: Replica | None = Replica(self.module, comm, self._settings, original)
+        self._replica.wrapper = weakref.ref(self)
         self.require_backward_grad_sync = self._sync_by_default
-        self._buffers_to_sync = BufferSync(self.module, comm, self._settings.left_out)
+        if self._precision is not None:
+            mark_precision(self.module, self._precision.param, self._settings.left_out)
+        _wrappers[self.module] = self
         # The wrapper is the user's handle: when it goes, the module is plain again and may be wrapped anew.
         weakref.finalize(self, self._replica.detach).atexit = False
 
@@ -92,6 +134,15 @@ class DistributedDataParallel(nn.Module):
     def process_group(self) -> Any:
         """The group over which gradients are reduced, or None for a process alone."""
         return self._group.group
+
+    @property
+    def reducer(self) -> ReducerFace:
+        """The engine, under the names of torch's reducer."""
+        return ReducerFace(self._engine, self._replica.size if self._replica else 1)
+
+    @property
+    def _engine(self) -> Reducer | None:
+        return self._replica.reducer if self._replica else None
 
     @property
     def device(self) -> torch.device:
@@ -142,23 +193,48 @@ class DistributedDataParallel(nn.Module):
         """Run the module; buffers are made equal first, as torch does."""
         if self._replica is None and torch.is_grad_enabled():
             self._attach(comm_for(self._group.group, None))
-        if self.will_sync_module_buffers():
-            self._buffers_to_sync.run()
+        if not self._lazy_init_ran:
+            self._take_over_optimizers()
+        if self._engine is not None:
+            self._engine.context = current_context()
+        self._before_forward()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = _move(inputs, device), _move(kwargs, device)
-        output = self.module(*inputs, **kwargs)
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"), self._timed():
+            output = self.module(*inputs, **kwargs)
+        self._after_forward()
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         return output
 
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        recorder = self._engine.recorder if self._engine and torch.is_grad_enabled() else None
+        if recorder:
+            recorder.forward_begins()
+        yield
+        if recorder:
+            recorder.forward_ends()
+
+    def _before_forward(self) -> None:
+        if self._join_config.enable and torch.is_grad_enabled():
+            Join.notify_join_context(self)
+            self.meet_in_join(joined=False)
+        elif self.will_sync_module_buffers() and not self._has_buffer_hook("POST_FORWARD"):
+            self._sync_buffers(0)
+
+    def _after_forward(self) -> None:
+        if self.will_sync_module_buffers() and self._has_buffer_hook("POST_FORWARD"):
+            self._sync_buffers(0)
+
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward starts by taking rank 0's buffers."""
+        """Whether the next forward makes the ranks' buffers equal."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
             and self._replica is not None
-            and self._replica.size > 1
-            and not self._buffers_to_sync.is_empty()
+            and (self._replica.size > 1 or self._buffer_hook is not None)
+            and not self._replica.buffers.is_empty()
         )
 
     @contextmanager
@@ -170,6 +246,207 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    # ---- communication hooks ---------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Have ``hook(state, bucket) -> Future`` reduce the buckets, from the next backward on.
+
+        A hook of paceline's own goes to ``paceline.replica(model).set_hook(hook)``.
+        """
+        with self._noting_errors():
+            self._set_hook(FromTorch(state, hook), getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Take one of the hooks that torch has built in, by its name."""
+        hooks = {"ALLREDUCE": average, "FP16_COMPRESS": in_dtype(torch.float16, average)}
+        self._set_hook(hooks[comm_hook_type.name], str(comm_hook_type))
+
+    def _set_hook(self, hook: Hook, name: str) -> None:
+        if self._precision is not None:
+            raise ValueError(
+                "mixed_precision reduces by a hook of its own, so no other communication hook can be "
+                "registered; leave one of them out"
+            )
+        self._live_replica().set_hook(hook)
+        self._notes.hook = name
+        self._settings = dataclasses.replace(self._settings, hook=hook)
+
+    def _live_replica(self) -> Replica:
+        if self._replica is None:  # loaded from a pickle, and not used yet
+            self._attach(comm_for(self._group.group, None))
+        assert self._replica is not None
+        return self._replica
+
+    # ---- the optimizer inside backward -----------------------------------------------------------
+
+    def _register_fused_optim(
+        self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Make an optimizer whose steps run inside backward, bucket by bucket."""
+        parameters = [p for p in self._live_replica().parameters() if p.requires_grad]
+        chosen = parameters if optim_params is None else list(optim_params)
+        self._live_replica().set_consumer(StepInBackward(optim(chosen, *args, **kwargs)))
+
+    def _take_over_optimizers(self) -> None:
+        """Let optimizers that torch has put into backward wait for the reduced gradients."""
+        self._lazy_init_ran = True
+        if self._replica is None:
+            return
+        optimizers = take_over_optimizers(self._replica.parameters())
+        if optimizers and self._engine is not None:
+            self._live_replica().set_consumer(StepEach(optimizers))
+
+    # ---- buffers ---------------------------------------------------------------------------------
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, comm_hook_location: Any = "POST_FORWARD"
+    ) -> None:
+        """Have ``hook(state, {name: buffer})`` make the buffers equal, before or after each forward."""
+        self._buffer_hook = BufferHook.of(state, hook, comm_hook_location)
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are made equal, by name."""
+        return self._replica.buffers.named() if self._replica else {}
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are made equal."""
+        return list(self.named_module_buffers.values())
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Take one rank's buffers, or other tensors. For buffer hooks: every rank calls this."""
+        tensors = self.modules_buffers if bufs is None else bufs
+        finish_broadcast(start_broadcast(tensors, self._live_replica().comm, authoritative_rank))
+
+    def _has_buffer_hook(self, location: str) -> bool:
+        return self._buffer_hook is not None and self._buffer_hook.location == location
+
+    def _sync_buffers(self, source: int, *, is_trained: bool = True) -> None:
+        """Make the buffers equal; ``is_trained`` says that a backward follows here."""
+        replica = self._live_replica()
+        if self._buffer_hook is None:
+            replica.sync_buffers(source, in_passing=True)
+            return
+        futures = self._buffer_hook.run(self.named_module_buffers)
+        replica.buffers.forget()
+        if self._engine is not None and is_trained and torch.is_grad_enabled():
+            self._engine.wait_at_end(futures)
+        else:
+            for future in futures:
+                future.wait()
+
+    # ---- ranks that run out of batches -----------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train inside although the ranks have different numbers of batches."""
+        if self._join_config.enable:
+            raise RuntimeError("join() inside join(): end the outer block first")
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
+        """Return what torch's ``Join`` calls on ranks that have run out of batches."""
+        initial = kwargs.get("divide_by_initial_world_size", True)
+        return WrapperJoinHook(self, Joining("initial" if initial else "active"))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors of torch's ``Join`` are."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group whose ranks join."""
+        return self.process_group
+
+    def begin_join(self, joining: Joining) -> None:
+        """Remember how ranks that run out are treated. Called when torch's ``Join`` is made."""
+        if self._engine is not None:
+            self._engine.check_may_join()
+        self._joining = joining
+        self._notes.has_joined = True
+
+    def meet_in_join(self, *, joined: bool) -> bool:
+        """Agree on one iteration inside ``join()``: whose buffers are taken, and if a reduction follows.
+
+        Every rank comes here once for each forward that some rank runs.
+        """
+        reducer = self._engine
+        if reducer is None:
+            return False
+        reducer.set_joining(self._joining)
+        plans = (self.require_backward_grad_sync, self.will_sync_module_buffers())
+        told = reducer.exchange(b"join", b"-" if joined else b"%d%d" % plans)
+        active = [rank for rank, frame in enumerate(told) if frame != b"-"]
+        # A rank without a forward takes part at once in what the others do after theirs.
+        is_due_here = joined or not self._has_buffer_hook("POST_FORWARD")
+        if any(told[rank].endswith(b"1") for rank in active) and is_due_here:
+            self._sync_buffers(active[-1], is_trained=not joined)  # as torch chooses
+        follows = any(told[rank].startswith(b"1") for rank in active)
+        if joined:
+            self.require_forward_param_sync = follows
+        return follows
+
+    def keep_company(self) -> None:
+        """Take part in the others' next backward with nothing to add."""
+        self._live_replica().keep_company()
+
+    def end_join(self, *, is_last: bool) -> None:
+        """Take the weights of a rank that has finished last. Called by torch's ``Join`` on every rank."""
+        self._join_config = type(self._join_config).construct_disabled_join_config()
+        if self._engine is not None:
+            self._engine.set_joining(None)
+            claims = self._engine.exchange(b"last", b"%d" % is_last)
+            self._authoritative_rank = last_of(claims)
+            self._live_replica().take_parameters(self._authoritative_rank)
+            if self.forward_sync_buffers:
+                self._live_replica().sync_buffers(self._authoritative_rank)
+
+    # ---- figures ---------------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Return what torch's class returns; ``paceline.replica(model).stats()`` says more."""
+        return logging_data(self, self._live_replica(), self._notes)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Time the first ten steps, and then every n-th."""
+        with self._noting_errors():
+            self._live_replica().sample_stats(every=sample_rate)
+
+    def rows_to_explain(self) -> dict[str, str]:
+        """Say what ``paceline.replica(model).explain()`` cannot know: what this wrapper does itself."""
+        count = len(self._live_replica().buffers.named())
+        if not count or not self.forward_sync_buffers:
+            return {}
+        how = "rank 0's" if self._buffer_hook is None else "by a hook of their own"
+        when = "after" if self._has_buffer_hook("POST_FORWARD") else "before"
+        return {"buffers": f"{count}, made equal {when} each forward that follows a reduced backward: {how}"}
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._notes.error = words_of(error)
+            raise
+
+    # ---- what else torch has ---------------------------------------------------------------------
+
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
         """Leave parameters and buffers to each rank; to be called before the module is wrapped."""
@@ -179,11 +456,65 @@ class DistributedDataParallel(nn.Module):
         """Accept torch's hint; nothing depends on it here."""
         self.static_graph = True
 
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on with the ranks of another group. Every rank of it calls this."""
+        comm = comm_for(new_process_group, None)
+        self._live_replica().change_group(comm)
+        self._group = _GroupReference(comm.group if isinstance(comm, GroupComm) else None)
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Yield the parameters that a wrapper of this module reduces."""
+        return trained(module) if named_params else (parameter for _, parameter in trained(module))
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return the trained parameters, and for each whether its gradient is expected to be sparse."""
+        parameters = [p for _, p in trained(self.module) if p.requires_grad]
+        plan = self._live_replica().plan
+        sparse = {plan.specs[index].name for index in plan.sparse}
+        names = name_parameters(self.module, parameters)
+        return parameters, [names[place] in sparse for place in range(len(parameters))]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+        """Map the places of the trained parameters to their names."""
+        return name_parameters(self.module, parameters)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the plan follows the order in which gradients were seen to arrive."""
+        return self._engine is not None and self._engine.is_plan_learned
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._live_replica().rank
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop watching the parameters: the module is plain again."""
+        if self._replica is not None:
+            self._replica.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if a backward is still running."""
+        if self._engine is not None:
+            self._engine.check_idle()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accept torch's switch; nothing is cloned here."""
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int]) -> Any:
+        """Move inputs to the one device."""
+        device = torch.device(self.device_type, device_ids[0])
+        return [_move(inputs, device)], [_move(kwargs, device)]
+
+    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """Return the one device's output."""
+        return outputs[0]
+
     # ---- copies and pickles ----------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the engine behind: what is loaded starts its own at the first forward with gradients."""
-        return {**self.__dict__, "_replica": None, "_buffers_to_sync": None}
+        return {**self.__dict__, "_replica": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":
         """Copy the module; the copy is watched from the start, and no rank has to wait for the others."""
@@ -194,6 +525,10 @@ class DistributedDataParallel(nn.Module):
         if self._replica is not None:
             twin._attach(self._replica.comm, self._replica)
         return twin
+
+
+# The newest wrapper of each module.
+_wrappers: weakref.WeakKeyDictionary[nn.Module, DistributedDataParallel] = weakref.WeakKeyDictionary()
 
 
 class _GroupReference:
@@ -209,16 +544,30 @@ class _GroupReference:
         return (_GroupReference, ())
 
 
-def _refuse(names: Sequence[str]) -> None:
-    if names:
-        raise NotImplementedError(
-            f"paceline's DistributedDataParallel does not take {', '.join(names)} yet; leave it out, or "
-            "stay with torch's class for this model"
+def _deprecated(message: str) -> None:
+    warnings.warn(message, FutureWarning, stacklevel=3)
+
+
+def _syncs_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    if broadcast_buffers is None:
+        return forward_sync_buffers is None or forward_sync_buffers
+    _deprecated(
+        "broadcast_buffers is deprecated: use forward_sync_buffers, which means the same here"
+        if forward_sync_buffers is None
+        else "broadcast_buffers is deprecated, and ignored because forward_sync_buffers is given"
+    )
+    return broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+
+
+def _delayed(module: nn.Module, named: Any, trigger: Any) -> frozenset[str]:
+    """Check torch's arguments for delayed parameters. They go out last, so nobody has to be told when."""
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "give delay_all_reduce_named_params and param_to_hook_all_reduce together, or neither"
         )
-
-
-def _first_given(*values: bool | None) -> bool:
-    return next(value for value in values if value is not None)
+    names = [name for name, _ in named or ()]
+    check_names(module, "delay_all_reduce_named_params", names, [*module.named_parameters()])
+    return frozenset(names)
 
 
 def _caps(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:

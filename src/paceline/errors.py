@@ -6,6 +6,7 @@
     ├── UnusedParameters    unused="error", and a rank did not use a parameter
     ├── PeerFailed          another rank raised; its words are in the message
     ├── PeerLost            another rank is gone, or does not answer any more
+    ├── InputsExhausted     join(early="stop"), and a rank has run out of batches
     └── LaunchError         world() or `paceline run` could not start
 
 A bad argument is a plain ``ValueError`` or ``TypeError`` at the call. Messages say what happened,
@@ -13,6 +14,8 @@ what disagrees by name, and what to do next, and they are the same on every rank
 """
 
 from collections.abc import Sequence
+
+WORDS_LIMIT = 2000  # characters of an exception's text that travel to the other ranks
 
 
 class PacelineError(RuntimeError):
@@ -62,6 +65,14 @@ class PeerLost(PacelineError):
         self.rank = rank
 
 
+class InputsExhausted(PacelineError):
+    """Ranks ran out of batches inside ``join(early="stop")``. ``ranks`` says which."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class LaunchError(PacelineError):
     """A world could not be started: a half-set environment, or a rendezvous that nobody answers."""
 
@@ -75,3 +86,8 @@ def name_some(names: Sequence[str], limit: int = 5) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Say ``rank 1`` or ``ranks 0, 1 and 3 more``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + name_some([str(rank) for rank in ranks], limit=8)
+
+
+def words_of(error: BaseException) -> str:
+    """Say what an exception says, with its type, for the other ranks."""
+    return f"{type(error).__name__}: {error}"[:WORDS_LIMIT]

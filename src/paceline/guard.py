@@ -36,8 +36,24 @@ class Guard:
             self._handle.remove()
             self._handle = None
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Look before each step of any optimizer. Called by torch on the thread that steps."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._check(optimizer)
+            return None
+
+        def closure_then_check() -> Any:
+            loss = closure()
+            self._check(optimizer)
+            return loss
+
+        # The gradients that count are those which the closure leaves: it may be the one that reduces.
+        if len(args) > 1:
+            return (args[0], closure_then_check, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_check}
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
         for reducer in list(self._reducers):
             check_step(reducer, optimizer)
 
@@ -80,7 +96,11 @@ def _has_anything(parameter: torch.Tensor) -> bool:
     """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike
     everywhere.
     """
-    return parameter.grad is not None and bool(torch.count_nonzero(parameter.grad.detach()))
+    if parameter.grad is None:
+        return False
+    gradient = parameter.grad.detach()
+    values = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    return bool(torch.count_nonzero(values))
 
 
 guard = Guard()

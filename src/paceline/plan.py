@@ -13,7 +13,7 @@ compiled and simulated runs, and every rank, work from the same plan.
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
@@ -68,6 +68,9 @@ class Caps:
         return self.nbytes[min(index, len(self.nbytes) - 1)]
 
 
+NO_CAP = Caps((2**63,))
+
+
 @dataclass(frozen=True)
 class Slot:
     """One parameter's place in a bucket. ``parameter`` indexes the registration order."""
@@ -110,17 +113,36 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Wishes:
+    """Parameters that travel in a way of their own, by their place in the registration order.
+
+    ``delayed`` ones go last, in one bucket whatever its size. ``sparse`` ones have no slot: their rows are
+    gathered when everything else is out.
+    """
+
+    delayed: frozenset[int] = frozenset()
+    sparse: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Plan:
     """Buckets in the order in which every rank sends them."""
 
     specs: tuple[Spec, ...]
     buckets: tuple[Bucket, ...]
     caps: Caps = field(default_factory=Caps)
+    wishes: Wishes = field(default_factory=Wishes)
+    sparse: tuple[int, ...] = ()  # the trained parameters without a slot
 
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The parameters in the order in which the plan expects their gradients."""
         return tuple(slot.parameter for bucket in self.buckets for slot in bucket.slots)
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """Every parameter whose gradient travels, with a slot or without."""
+        return (*self.order, *self.sparse)
 
     @cached_property
     def digest(self) -> bytes:
@@ -136,6 +158,8 @@ class Plan:
             for slot in bucket.slots:
                 spec = self.specs[slot.parameter]
                 yield f"{spec.name} {spec.shape} {spec.strides} {slot.offset}"
+        for parameter in self.sparse:
+            yield f"{self.specs[parameter].name} sparse"
 
     def runs(self, bucket: Bucket) -> list[Run]:
         """Group the slots of a bucket into runs of equal shape and strides."""
@@ -148,18 +172,25 @@ class Plan:
 
         Parameters that did not arrive go last, so that they hold up nobody.
         """
-        planned = set(self.order)
+        planned = set(self.members)
         seen = dict.fromkeys(index for index in arrival if index in planned)
-        late = (index for index in self.order if index not in seen)
-        return plan_buckets(self.specs, self.caps, order=[*seen, *late])
+        return self._again([*seen, *(index for index in self.members if index not in seen)])
 
     def with_late(self, misses: Mapping[int, float], threshold: float = 0.5) -> "Plan":
         """Move the parameters that missed more than ``threshold`` of the backwards to the end."""
         late = {index for index, share in misses.items() if share > threshold}
         if not late:
             return self
-        on_time = [index for index in self.order if index not in late]
-        return plan_buckets(self.specs, self.caps, order=[*on_time, *(i for i in self.order if i in late)])
+        on_time = [index for index in self.members if index not in late]
+        return self._again([*on_time, *(index for index in self.members if index in late)])
+
+    def with_sparse(self, found: Iterable[int]) -> "Plan":
+        """Take the slots away from parameters whose gradients were found to be sparse."""
+        wishes = replace(self.wishes, sparse=self.wishes.sparse | set(found))
+        return plan_buckets(self.specs, self.caps, order=self.members, wishes=wishes)
+
+    def _again(self, order: Sequence[int]) -> "Plan":
+        return plan_buckets(self.specs, self.caps, order=order, wishes=self.wishes)
 
     def describe(self) -> str:
         """Draw the plan as a table."""
@@ -170,27 +201,36 @@ class Plan:
             dtype = str(bucket.dtype).removeprefix("torch.")
             size = bucket.nbytes / MIB
             rows.append(f"{bucket.index:>6}  {bucket.device.type:<6}  {dtype:<12}  {size:>6.2f}  {shown}")
+        rows += [f"sparse  gathered by rows                  {self.specs[p].name}" for p in self.sparse]
         return "\n".join(rows)
 
 
 def plan_buckets(
-    specs: Sequence[Spec], caps: Caps | None = None, *, order: Sequence[int] | None = None
+    specs: Sequence[Spec],
+    caps: Caps | None = None,
+    *,
+    order: Sequence[int] | None = None,
+    wishes: Wishes | None = None,
 ) -> Plan:
     """Cut parameters into buckets, in ``order`` (default: last registered first, as backward reaches them).
 
     Only one device and one dtype share a bucket. A bucket is closed before it would outgrow its cap.
     Parameters that ``order`` does not name, frozen ones, get no slot.
     """
-    caps = caps or Caps()
+    caps, wishes = caps or Caps(), wishes or Wishes()
     order = range(len(specs))[::-1] if order is None else order
     if len(set(order)) != len(order) or not set(order) <= set(range(len(specs))):
         raise ValueError(
             f"order has to name parameters 0 to {len(specs) - 1} at most once, got {list(order)[:20]}"
         )
+    sparse = tuple(index for index in order if index in wishes.sparse)
+    delayed = [index for index in order if index in wishes.delayed - wishes.sparse]
+    usual = [index for index in order if index not in wishes.delayed | wishes.sparse]
     # Buckets go out in the order in which they are expected to be complete.
-    groups = sorted(_cut(specs, caps, order), key=lambda group: group[-1][0])
+    groups = sorted(_cut(specs, caps, usual), key=lambda group: group[-1][0])
+    groups += _cut(specs, NO_CAP, delayed)
     buckets = tuple(_bucket(i, specs, [p for _, p in group]) for i, group in enumerate(groups))
-    return Plan(tuple(specs), buckets, caps)
+    return Plan(tuple(specs), buckets, caps, wishes, sparse)
 
 
 def _cut(specs: Sequence[Spec], caps: Caps, order: Sequence[int]) -> Iterator[list[tuple[int, int]]]:

@@ -6,18 +6,40 @@ surrounds backward().
 """
 
 import contextlib
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from paceline.backward import Layout, LocalBackward, Outcome, SyncedBackward, TooLate, Wiring
-from paceline.errors import PeerFailed, PeerLost, RanksDisagree
-from paceline.plan import Caps, Plan, Spec, plan_buckets
+from paceline.backward import (
+    Consumer,
+    Joining,
+    Layout,
+    LocalBackward,
+    Outcome,
+    SyncedBackward,
+    TooLate,
+    Wiring,
+)
+from paceline.clocks import clocks_for
+from paceline.errors import (
+    InputsExhausted,
+    PeerFailed,
+    PeerLost,
+    RanksDisagree,
+    UnusedParameters,
+    name_ranks,
+    name_some,
+    words_of,
+)
+from paceline.hooks import Hook, StatefulHook, name_of
+from paceline.plan import Caps, Plan, Spec, Wishes, plan_buckets
+from paceline.recorder import Recorder, is_counted
+from paceline.remote import Context
+from paceline.stats import Stats
 from paceline.torch_private import accumulator_of, engine_watch
-
-FAILURE_LIMIT = 2000  # characters of an exception's text that travel to the other ranks
 
 Named = tuple[str, torch.nn.Parameter]
 
@@ -25,30 +47,41 @@ Named = tuple[str, torch.nn.Parameter]
 class Reducer:
     """Reduces the gradients of some parameters over a comm."""
 
-    def __init__(self, named: Sequence[Named], wiring: Wiring, caps: Caps) -> None:
+    def __init__(
+        self, named: Sequence[Named], wiring: Wiring, caps: Caps, wishes: Wishes | None = None
+    ) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._wiring = wiring
         self.name = wiring.name
         self._caps = caps
+        self._wishes = wishes or Wishes()
         self.step = 0  # reduced backwards that were started, failed ones included
         self.sync = True  # no_sync() switches it off
+        self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
+        self.context: Context | None = None  # of distributed autograd, if the next backward is its
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         self._local: set[int] = set()  # parameters whose gradient only this rank has
         self._held: set[int] = set()  # parameters that autograd comes back to within one backward
         self._backward: SyncedBackward | LocalBackward | None = None
         self._armed = False
-        self._lost: PeerLost | None = None
+        self._kept_company = False  # since it ran out of batches
+        self._awaited: list[Any] = []  # futures of a buffer hook
+        self._lost: PeerLost | PeerFailed | RanksDisagree | None = None  # why nothing can be reduced any more
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._told = 0  # which exception, by id, the others were told of inside accumulate()
         self._closed = False  # the present backward has been closed here
         self._plan_is_guess = True
         self._plan_is_disputed = False
         self._unused_last: frozenset[int] = frozenset()
+        self._missing_last: Mapping[int, Sequence[int]] | None = None  # by parameter, who did not use it
+        self._is_use_constant = True
         self._misses: Counter[int] = Counter()
         self._backwards_on_plan = 0
+        self.recorder = Recorder(clocks_for(self._parameters))
         self._watch()
         self._plan_from_scratch()
+        self._bind(wiring.hook)
         engine_watch.add(self)
 
     # ---- the parameters --------------------------------------------------------------------------
@@ -66,7 +99,7 @@ class Reducer:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
             if backward is None:
-                backward = self._open()
+                backward = self._open(index)
             backward.arrived(index)
 
         return on_gradient
@@ -79,18 +112,22 @@ class Reducer:
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
+        self.recorder.plans(plan.digest)
         self._layout = Layout(plan, self._parameters)
-        planned = set(plan.order)
+        planned = set(plan.members)
         self._left_out = [p for index, p in enumerate(self._parameters) if index not in planned]
         self._misses.clear()
         self._backwards_on_plan = 0
 
     def _plan_from_scratch(self) -> None:
         """Plan as at the start: what every rank can do alike, whatever came before."""
-        self._set_plan(plan_buckets(self._specs(), self._caps, order=self._trainable()[::-1]))
+        self._set_plan(self._plan_for(self._trainable()[::-1]))
         self._plan_is_guess = True
         self._plan_is_disputed = False
         self._unused_last = frozenset()
+
+    def _plan_for(self, order: Sequence[int]) -> Plan:
+        return plan_buckets(self._specs(), self._caps, order=order, wishes=self._wishes)
 
     def _notice_changes(self) -> None:
         """Plan anew if parameters were frozen or unfrozen; every rank does so at the same backward."""
@@ -101,43 +138,52 @@ class Reducer:
         if not frozen and not any(parameter.requires_grad for parameter in self._left_out):
             return
         trainable = self._trainable()
-        kept = [index for index in self.plan.order if index in set(trainable)]
+        kept = [index for index in self.plan.members if index in set(trainable)]
         new = [index for index in reversed(trainable) if index not in set(kept)]
-        self._set_plan(plan_buckets(self._specs(), self._caps, order=[*kept, *new]))
+        self._set_plan(self._plan_for([*kept, *new]))
         self._plan_is_guess = True
 
     # ---- a backward ------------------------------------------------------------------------------
 
-    def _open(self) -> SyncedBackward | LocalBackward:
+    def _open(self, first: int) -> SyncedBackward | LocalBackward:
         """Start a backward. Called by the hook of its first gradient."""
         backward: SyncedBackward | LocalBackward
-        if self._wants_sync():
-            backward = self._start_synced(in_graph=torch.is_grad_enabled())
+        if self.context is not None and not self.context.holds(self._parameters[first]):
+            self.context = None  # an ordinary backward inside of it
+        if self.wants_sync:
+            backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=self.context is not None)
         else:
             backward = self._backward = LocalBackward(self._local)
+            self.recorder.counts_local()
         self._arm()
         if engine_watch.nested():
             self.on_nested_begin()
         return backward
 
-    def _start_synced(self, *, in_graph: bool = False, failure: str = "") -> SyncedBackward:
+    def _start_synced(
+        self, *, in_graph: bool = False, hold: bool = False, joined: bool = False, failure: str = ""
+    ) -> SyncedBackward:
         if self._lost is not None:
-            raise PeerLost(
-                f"no reduction is possible any more: {self._lost}", self._lost.rank
-            ) from self._lost
+            rank = getattr(self._lost, "rank", -1)
+            raise PeerLost(f"no reduction is possible any more: {self._lost}", rank) from self._lost
         if self._broken and not failure:
             failure = (
                 f"this rank failed while gradients were handed out, so its weights are behind: {self._broken}"
             )
         self._notice_changes()
         self._local -= {index for index in self._local if self._parameters[index].grad is None}
-        backward = SyncedBackward(self._wiring, self._layout, self.step, self._local, self._held)
+        record = self.recorder.start(
+            self.step, in_backward=engine_watch.inside(), is_counted=is_counted(self._wiring.hook)
+        )
+        backward = SyncedBackward(self._wiring, self._layout, record, self._local, self._held)
         self._backward = backward
         with self._noting_lost_peers():
-            backward.open(in_graph=in_graph, failure=failure)
+            backward.open(in_graph=in_graph, hold=hold, joined=joined, failure=failure)
         return backward
 
-    def _wants_sync(self) -> bool:
+    @property
+    def wants_sync(self) -> bool:
+        """Whether a backward started now would be reduced."""
         return self.sync and self._micro_batches <= 1
 
     def _arm(self) -> None:
@@ -159,24 +205,47 @@ class Reducer:
 
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
-        if isinstance(self._backward, SyncedBackward):
+        if isinstance(self._backward, SyncedBackward) and self.context is None:
             with self._noting_lost_peers():
                 self._backward.send_rest()
 
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
         if isinstance(self._backward, SyncedBackward):
-            self._finish(self._backward)
+            with self.context.lent(self._parameters) if self.context else contextlib.nullcontext():
+                self._finish(self._backward)
+        self.context = None
         self._backward = None
         self._closed = True
+        while self._awaited:
+            self._awaited.pop(0).wait()
         self._micro_batches = max(0, self._micro_batches - 1)
 
     def _finish(self, backward: SyncedBackward) -> None:
         with self._noting_lost_peers():
             outcome = backward.finish(learn=self._plan_is_guess)
+        if self.context is not None:
+            self._check_contexts(outcome, backward)
         self.step = backward.step + 1
-        self._local.difference_update(self.plan.order)
+        self.recorder.finish(backward.record, backward.step, backward.active)
+        self.last_active = backward.active
+        self._local.difference_update(self.plan.members)
         self._learn_from(outcome)
+
+    def _check_contexts(self, outcome: Outcome, backward: SyncedBackward) -> None:
+        """Refuse gradients that some contexts of distributed autograd have no place for, on every rank."""
+        missing = {
+            index: [r for r in ranks if r in backward.active] for index, ranks in outcome.missing.items()
+        }
+        partly = {i: ranks for i, ranks in missing.items() if 0 < len(ranks) < len(backward.active)}
+        if partly:
+            shown = [f"{self._names[index]} ({name_ranks(ranks)})" for index, ranks in partly.items()]
+            raise UnusedParameters(
+                f"step {backward.step}: a pass of distributed autograd has to compute the same gradients "
+                f"on every rank, but these are missing: {name_some(shown)}. Use them in the loss on every "
+                "rank, or freeze them.",
+                {self._names[index]: tuple(ranks) for index, ranks in partly.items()},
+            )
 
     def reduce_now(self) -> None:
         """Reduce what is there without a backward. At this point every rank does so, or runs a backward."""
@@ -188,17 +257,36 @@ class Reducer:
             raise
         self._backward = None
 
+    def keep_company(self) -> Sequence[int]:
+        """Take part in the next backward of the ranks that still have batches, with nothing to add.
+
+        Returns these ranks; none, when all have run out.
+        """
+        backward = self._start_synced(joined=True)
+        try:
+            with self._noting_lost_peers():
+                backward.agree()
+            if backward.active:
+                self._kept_company = True
+                self._finish(backward)
+        except BaseException as error:
+            self.on_backward_raised(error)
+            raise
+        self._backward = None
+        return backward.active
+
     # ---- a backward that raised ------------------------------------------------------------------
 
     def on_backward_begin(self) -> None:
         """See BackwardListener."""
         self._closed = False
+        self.recorder.backward_begins()
 
     def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener: open, as failed, what was going to be opened."""
         if self._backward is None and self._lost is None and self._was_to_be_reduced(leaves):
             with contextlib.suppress(PeerLost):
-                self._start_synced(failure=_words_of(error))
+                self._start_synced(failure=words_of(error))
 
     def on_backward_raised(self, error: BaseException) -> None:
         """See BackwardListener: settle the matter with the other ranks before the user sees the error."""
@@ -206,25 +294,38 @@ class Reducer:
         engine_watch.forget(self)
         if isinstance(backward, LocalBackward):
             return
+        if backward is not None:
+            self.recorder.fail(backward.step + 1, words_of(error))
         if backward is not None and isinstance(error, PeerLost):
             self._lost = self._lost or error
+        if backward is not None and backward.is_out_of_step:
+            self._end_for_good(backward, error)
+            return
         if self._lost is not None:
             self._drop_gradients()
         elif backward is not None:
             self._settle(backward, error)
 
+    def _end_for_good(self, backward: SyncedBackward, error: BaseException) -> None:
+        """Tell the others that the hook raised here: the ranks' collectives do not match any more."""
+        self._settle(backward, error)
+        own = PeerFailed(
+            f"the communication hook raised on this rank: {words_of(error)}", text=words_of(error)
+        )
+        self._lost = error if isinstance(error, PeerFailed | RanksDisagree) else own
+
     def _was_to_be_reduced(self, leaves: Callable[[], set[int]]) -> bool:
         """Tell whether a backward that raised before our first gradient was going to be reduced here."""
-        if self._closed or not self._wants_sync():
+        if self._closed or not self.wants_sync:
             return False
         return any(id(parameter) in leaves() for parameter in self._parameters)
 
     def _settle(self, backward: SyncedBackward | None, error: BaseException) -> None:
         """Tell the other ranks what happened here, and forget the gradients."""
-        failure = _words_of(error)
+        failure = words_of(error)
         try:
             self._tell(backward, failure)
-        except (PeerFailed, RanksDisagree):
+        except (PeerFailed, RanksDisagree, InputsExhausted):
             pass  # the others had something to say as well; this rank raises its own exception
         except TooLate:
             self._broken = failure
@@ -246,9 +347,11 @@ class Reducer:
 
     def _drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
-        for index in self.plan.order:
+        for index in self.plan.members:
             self._parameters[index].grad = None
-        self._local.difference_update(self.plan.order)
+        self._local.difference_update(self.plan.members)
+        if isinstance(self._wiring.hook, StatefulHook):
+            self._wiring.hook.forget()
 
     @contextlib.contextmanager
     def _noting_lost_peers(self) -> Iterator[None]:
@@ -262,12 +365,18 @@ class Reducer:
 
     def _learn_from(self, outcome: Outcome) -> None:
         """Re-plan from what all ranks know, so that all come to the same plan."""
+        self._is_use_constant &= self._missing_last in (None, outcome.missing)
+        self._missing_last = outcome.missing
         self._unused_last = outcome.missing_everywhere
+        if outcome.sparse:
+            self._wishes = dataclasses.replace(self._wishes, sparse=self._wishes.sparse | outcome.sparse)
+            self._set_plan(self.plan.with_sparse(outcome.sparse))
+            return
         if self._plan_is_guess:
             self._plan_is_guess = False
             self._set_plan(self.plan.reordered(outcome.arrival))
             return
-        self._misses.update(outcome.missing_somewhere)
+        self._misses.update(outcome.missing.keys())
         self._backwards_on_plan += 1
         count = self._backwards_on_plan
         if self._misses and count >= 8 and count & (count - 1) == 0:
@@ -303,6 +412,117 @@ class Reducer:
         if due:
             self.reduce_now()
 
+    def check_may_join(self) -> None:
+        """Refuse a hook that cannot do without a rank's steps."""
+        if not getattr(self._wiring.hook, "may_join", True):
+            raise ValueError(
+                f"the hook {name_of(self._wiring.hook)} cannot be used inside join(): a rank that has run "
+                "out of batches makes no step, and would not average its weights with the others. Give every "
+                "rank the same number of batches"
+            )
+
+    def set_joining(self, joining: Joining | None) -> None:
+        """Say how ranks that run out of batches are treated, or that none may."""
+        self._wiring = dataclasses.replace(self._wiring, joining=joining)
+        if joining is None and self._kept_company:
+            self._kept_company = False
+            for index in self.plan.members:  # the others' gradients, of steps that this rank has not made
+                self._parameters[index].grad = None
+        self.last_active = range(self._wiring.comm.size)
+
+    def exchange(self, kind: bytes, frame: bytes) -> list[bytes]:
+        """Tell every rank something outside of a backward, and hear what every rank tells."""
+        topic = self.name + b"." + kind
+        self._wiring.control.post(topic, frame)
+        with self._noting_lost_peers():
+            return self._wiring.control.collect(topic, self._wiring.comm.seconds)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Let the others know, in their next backward, that this rank's loop has ended with an exception."""
+        if id(error) != self._told and self._lost is None:
+            self._settle(None, error)
+
+    @property
+    def hook(self) -> Hook:
+        """What is done with a bucket on its way."""
+        return self._wiring.hook
+
+    def set_hook(self, hook: Hook) -> None:
+        """Take another hook, from the next backward on; every rank has to do so at the same point."""
+        self._refuse_inside_backward("the hook")
+        old, self._wiring = self._wiring.hook, dataclasses.replace(self._wiring, hook=hook)
+        if isinstance(old, StatefulHook) and old is not hook:
+            old.settle()
+            old.unbind()
+        self._bind(hook)
+
+    def _bind(self, hook: Hook) -> None:
+        if isinstance(hook, StatefulHook):
+            hook.bind(list(zip(self._names, self._parameters, strict=True)), self._wiring.comm)
+
+    def set_consumer(self, consumer: Consumer | None) -> None:
+        """Have an optimizer step inside backward, from the next backward on."""
+        self._refuse_inside_backward("the optimizer")
+        self._wiring = dataclasses.replace(self._wiring, consumer=consumer)
+
+    def rewire(self, wiring: Wiring, step: int) -> None:
+        """Work with other ranks from now on."""
+        self._refuse_inside_backward("the group")
+        self._wiring, self.name, self.step, self._lost = wiring, wiring.name, step, None
+        self._plan_from_scratch()
+        self._bind(wiring.hook)
+
+    def uses(self) -> list[int]:
+        """Count, for each parameter that has a gradient to travel, the ranks that used it last time."""
+        everyone = self._wiring.comm.size
+        return [
+            everyone - len((self._missing_last or {}).get(index, ())) for index in sorted(self.plan.members)
+        ]
+
+    @property
+    def is_use_constant(self) -> bool:
+        """Whether all backwards so far have left out the same parameters."""
+        return self._is_use_constant
+
+    def stats(self) -> Stats:
+        """Return the figures of the last step, and means over the steps that were timed."""
+        last = self.recorder.last
+        active = set() if last is None else set(last.active)
+        missing = {i: active.intersection(ranks) for i, ranks in (self._missing_last or {}).items()}
+        return self.recorder.stats(
+            rank=self._wiring.comm.rank,
+            size=self._wiring.comm.size,
+            bucket_nbytes=tuple(bucket.nbytes for bucket in self.plan.buckets),
+            unused=tuple(self._names[i] for i, ranks in sorted(missing.items()) if ranks == active),
+            unused_somewhere=tuple(
+                self._names[i] for i, ranks in sorted(missing.items()) if ranks and ranks != active
+            ),
+            hook=name_of(self._wiring.hook),
+        )
+
+    @property
+    def is_plan_learned(self) -> bool:
+        """Whether the plan follows the order in which gradients were seen to arrive."""
+        return not self._plan_is_guess
+
+    def check_idle(self) -> None:
+        """Raise if a backward is still running."""
+        if self._backward is not None:
+            raise RuntimeError("a backward is still running, or was never finished")
+
+    def wait_at_end(self, futures: Any) -> None:
+        """Wait for futures when the next backward ends, or at once if there is none to come."""
+        self._awaited.extend(futures if isinstance(futures, list | tuple) else [futures])
+
+    @property
+    def wiring(self) -> Wiring:
+        """What the backwards work with."""
+        return self._wiring
+
+    def _refuse_inside_backward(self, what: str) -> None:
+        if self._backward is not None:
+            raise RuntimeError(f"{what} cannot be changed while a backward is running; do it between steps")
+
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that are watched, frozen ones included."""
@@ -324,11 +544,14 @@ class Reducer:
 
     def _is_running(self) -> bool:
         """Tell whether this thread is in a backward that is going to be reduced, opened here or not yet."""
-        return isinstance(self._backward, SyncedBackward) or (engine_watch.inside() and self._wants_sync())
+        return isinstance(self._backward, SyncedBackward) or (engine_watch.inside() and self.wants_sync)
 
     def unsynced(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters whose gradients only this rank has."""
-        suspects: Iterable[int] = self.plan.order if self._is_running() else sorted(self._local)
+        suspects: Iterable[int] = sorted(self._local)
+        if self._is_running():
+            settled = self._backward.settled if isinstance(self._backward, SyncedBackward) else ()
+            suspects = (index for index in self.plan.members if index not in settled)
         return {self._names[i]: p for i in suspects if (p := self._parameters[i]).grad is not None}
 
     def _addresses_now(self) -> list[int]:
@@ -354,10 +577,8 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
-
-
-def _words_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:FAILURE_LIMIT]
+        if isinstance(self._wiring.hook, StatefulHook):
+            self._wiring.hook.unbind()
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> Spec:

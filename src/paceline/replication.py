@@ -6,9 +6,11 @@ plain.
 """
 
 import atexit
+import dataclasses
 import functools
+import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,16 +20,24 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from paceline.agreement import agree_to_start, traits_of
-from paceline.backward import Unused, Wiring
-from paceline.buffers import BufferSync, finish_broadcast, start_broadcast
-from paceline.comm import Comm, comm_over, group_of_mesh
+from paceline.backward import Consumer, Joining, Unused, Wiring
+from paceline.buffer_policies import Policies, Policy
+from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
+from paceline.comm import Comm, GroupComm, comm_over, group_of_mesh
 from paceline.control import control_over
 from paceline.errors import name_some
+from paceline.explain import Facts, explain
+from paceline.fused_optim import Per, StepInBackward
 from paceline.guard import guard as the_guard
-from paceline.hooks import Hook, average
-from paceline.plan import Caps, Plan, plan_buckets
+from paceline.hooks import Hook, average, in_dtype, is_sure, name_of
+from paceline.module_hooks import around_forward
+from paceline.plan import Caps, Plan, Wishes, plan_buckets
+from paceline.precision import LowPrecision, Precision
 from paceline.quiet import wait_for_workers
+from paceline.recorder import check_rate
 from paceline.reducer import Reducer, spec_of
+from paceline.stats import Stats
+from paceline.torch_private import backend_of, engine_watch
 
 EXIT_SECONDS = 2.0
 
@@ -43,17 +53,27 @@ class Settings:
     hook: Hook = average
     guard: bool = True
     take_state: bool = True  # start from rank 0's parameters and buffers
-    buffers_after_backward: bool = True  # take rank 0's buffers at the end of each reduced backward
+    buffers: Policies = field(default_factory=Policies)  # when they are made equal
+    forward_sync_buffers: bool | None = None  # what a wrapper, which does it in its forward, was told
     left_out: frozenset[str] = frozenset()  # parameters and buffers that are each rank's own
+    delayed: frozenset[str] = frozenset()  # parameters that go last, in one bucket
+    skip_unused: bool = False  # do not send buckets that no rank has put anything into
+    precision: Precision | None = None
+
+    def own(self, module: nn.Module) -> frozenset[str]:
+        """Name the parameters and buffers that are each rank's own from the beginning."""
+        return self.left_out | self.buffers.never(names_of(module))
 
     def traits(self) -> list[tuple[str, str]]:
         """Write down what has to be the same on every rank. Bucket sizes show in the plan."""
-        hook = getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
         return [
             ("the setting unused", repr(self.unused)),
-            ("the setting broadcast_buffers", str(self.buffers_after_backward)),
-            ("the setting hook", hook),
+            ("the setting buffers", str(self.buffers)),
+            ("the setting forward_sync_buffers", str(self.forward_sync_buffers)),
+            ("the setting hook", name_of(self.hook)),
+            ("the setting precision", str(self.precision)),
             ("the setting init_sync", str(self.take_state)),
+            ("the setting skip_all_reduce_unused_params", str(self.skip_unused)),
         ]
 
 
@@ -70,21 +90,32 @@ class Replica:
         if original is None:
             _agree_and_take_state(module, comm, settings)
             _rest_at_exit()
+        self._low_precision: LowPrecision | None = None
+        if settings.precision is not None:
+            self._low_precision = LowPrecision(module, settings.precision, settings.left_out)
         control = control_over(comm)
         self.name = control.new_name() if original is None else original._name_of_copy()
         self._copies = 0
         watched = _watched(module, settings.left_out)
+        wishes = _wishes(module, watched, settings)
         self.comm = comm
         self.settings = settings
         self._module = weakref.ref(module)
         self._key = id(module)
-        self._first_plan = plan_buckets([spec_of(name, p) for name, p in watched], settings.caps)
-        wiring = Wiring(
-            self.name, comm, control, settings.hook, settings.unused, _buffers(module, comm, settings)
+        self.wrapper: weakref.ref[Any] | None = None  # what explains itself beside the module
+        specs = [spec_of(name, p) for name, p in watched]
+        trained = [index for index, (_, p) in enumerate(watched) if p.requires_grad]
+        self.first_plan = plan_buckets(specs, settings.caps, order=trained[::-1], wishes=wishes)
+        self.buffers = BufferSync(module, comm, settings.buffers, settings.left_out)
+        if original is None and settings.take_state:
+            self.buffers.note_equal()
+        wiring = _wiring(self.name, comm, settings, self.buffers)
+        self.reducer = (
+            None if comm.is_solo or not watched else Reducer(watched, wiring, settings.caps, wishes)
         )
-        self.reducer = None if comm.is_solo or not watched else Reducer(watched, wiring, settings.caps)
         if self.reducer and settings.guard and comm.size > 1:
             the_guard.add(self.reducer)
+        self._forward_handles = self._watch_forward(module)
         _replicas[self._key] = self
         weakref.finalize(module, self.detach).atexit = False
 
@@ -105,7 +136,7 @@ class Replica:
     @property
     def plan(self) -> Plan:
         """The buckets that gradients travel in."""
-        return self.reducer.plan if self.reducer else self._first_plan
+        return self.reducer.plan if self.reducer else self.first_plan
 
     @property
     def step(self) -> int:
@@ -126,15 +157,179 @@ class Replica:
             raise ValueError(f"micro_batches has to be a positive number, got {micro_batches!r}")
         return self.reducer.accumulate(micro_batches) if self.reducer else _nothing()
 
+    # ---- what is done with the gradients ---------------------------------------------------------
+
+    @property
+    def hook(self) -> Hook:
+        """What is done with a bucket on its way. Its ``state_dict()``, if it has one, is this rank's."""
+        return self.reducer.hook if self.reducer else self.settings.hook
+
+    def set_hook(self, hook: Hook) -> None:
+        """Take another hook, between two steps and at the same point on every rank."""
+        check_hook(hook)
+        if self.reducer is None:
+            self.settings = dataclasses.replace(self.settings, hook=hook)
+            return
+        if self.reducer.wiring.consumer is not None:
+            _check_hook_beside_optimizer(hook)
+        self.reducer.set_hook(hook)
+
+    def step_in_backward(
+        self, optimizer: torch.optim.Optimizer, *, per: Per = "bucket", max_norm: float | None = None
+    ) -> None:
+        """Step each bucket, or each parameter, as soon as it is reduced, and free its gradient.
+
+        Call it between two steps, on every rank. ``optimizer.step()`` finds nothing left to do afterwards;
+        ``optimizer`` keeps the state and the settings, so schedulers and checkpoints work as before.
+        """
+        if max_norm is not None:
+            raise ValueError(
+                f"max_norm={max_norm}: clipping by norm needs all gradients at once, but inside backward "
+                "each bucket is stepped and freed by itself. Step after backward(), or clip by value in "
+                "the loss"
+            )
+        self.set_consumer(StepInBackward(optimizer, per))
+
+    def set_consumer(self, consumer: Consumer | None) -> None:
+        """Let somebody have each bucket as soon as it is reduced."""
+        if self.reducer is None:
+            raise ValueError("a process alone has nothing to reduce: call optimizer.step() after backward()")
+        if consumer is not None:
+            _check_hook_beside_optimizer(self.hook)
+        self.reducer.set_consumer(consumer)
+
+    def change_group(self, comm: Comm) -> None:
+        """Work with the ranks of another group from now on: each of them calls this, nothing is copied."""
+        module = self._module()
+        assert module is not None
+        agree_to_start(comm, lambda: None, lambda: [*traits_of(module, self.settings.own(module))])
+        step = max(int(frame) for frame in comm.gather_bytes(b"%d" % self.step))
+        self.comm = comm
+        self.name = control_over(comm).new_name()
+        self.buffers = BufferSync(module, comm, self.settings.buffers, self.settings.left_out)
+        if self.reducer is not None:
+            settings = dataclasses.replace(self.settings, hook=self.hook)
+            self.reducer.rewire(_wiring(self.name, comm, settings, self.buffers), step)
+
+    # ---- ranks that run out of batches -----------------------------------------------------------
+
+    @contextmanager
+    def joining(self, how: Joining) -> Iterator[None]:
+        """Let ranks run out of batches inside."""
+        if self.reducer is None:
+            yield
+            return
+        if self.reducer.wiring.joining is not None:
+            raise RuntimeError("join() inside join(): end the outer block first")
+        self.reducer.check_may_join()
+        self.reducer.set_joining(how)
+        try:
+            yield
+        finally:
+            self.reducer.set_joining(None)
+
+    def keep_company(self) -> Sequence[int]:
+        """Take part in the others' next backward with nothing to add; return who still has batches."""
+        return self.reducer.keep_company() if self.reducer else ()
+
+    @property
+    def last_active(self) -> Sequence[int]:
+        """The ranks that had a batch in the last backward."""
+        return self.reducer.last_active if self.reducer else (0,)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Let the others know that this rank's loop has ended with an exception."""
+        if self.reducer:
+            self.reducer.tell_failure(error)
+
+    def take_state(self, source: int) -> None:
+        """Take one rank's parameters, and those buffers that are kept equal while the module is trained.
+
+        Every rank calls this at the same point.
+        """
+        self.take_parameters(source)
+        if self.size > 1:
+            self.buffers.sync(self._tell, source, only=self.buffers.kept)
+
+    def take_parameters(self, source: int) -> None:
+        """Take one rank's parameters. Every rank calls this at the same point."""
+        module, left_out = self._module(), self.settings.left_out
+        if module is not None and self.size > 1:
+            parameters = [p.detach() for name, p in module.named_parameters() if name not in left_out]
+            finish_broadcast(start_broadcast(parameters, self.comm, source))
+
+    # ---- buffers ---------------------------------------------------------------------------------
+
+    def sync_buffers(self, source: int = 0, *, in_passing: bool = False) -> None:
+        """Make the buffers equal to one rank's now, except those that are each rank's own from the beginning.
+
+        Every rank calls this at the same point, for instance before one of them saves the module.
+        ``in_passing`` never makes a GPU wait, and so sends what has not changed, too.
+        """
+        if self.size > 1:
+            self.buffers.sync(self._tell, source, in_passing=in_passing)
+
+    def _watch_forward(self, module: nn.Module) -> list[Any]:
+        policies = self.buffers.policies.values()
+        before, after = (
+            functools.partial(self._on_forward, when) if when in policies and self.size > 1 else None
+            for when in ("before_forward", "after_forward")
+        )
+        return around_forward(module, before, after)
+
+    def _on_forward(self, when: Policy) -> None:
+        """Make the buffers equal that are due. Called by a hook of the module, around its forward.
+
+        Not in evaluation, which one rank may do alone; not where ranks may run different numbers of forwards;
+        and not where a backward computes a forward again.
+        """
+        module = self._module()
+        if module is None or not module.training or engine_watch.inside():
+            return
+        if self.reducer is None or (self.reducer.wants_sync and self.reducer.wiring.joining is None):
+            self.buffers.sync(self._tell, only={when}, in_passing=True)
+
+    def _tell(self, frame: bytes) -> Sequence[bytes]:
+        """Tell every rank something about the buffers, and hear what every rank tells."""
+        if self.reducer is not None:
+            return self.reducer.exchange(b"buffers", frame)
+        control, topic = control_over(self.comm), self.name + b".buffers"
+        control.post(topic, frame)
+        return control.collect(topic, self.comm.seconds)
+
     def detach(self) -> nn.Module | None:
         """Take everything off again. The module stays as it is, a plain module from now on."""
         if _replicas.get(self._key) is self:
             del _replicas[self._key]
+        if self._low_precision is not None:
+            self._low_precision.remove()
+            self._low_precision = None
+        while self._forward_handles:
+            self._forward_handles.pop().remove()
         if self.reducer is not None:
             the_guard.remove(self.reducer)
             self.reducer.close()
             self.reducer = None
         return self._module()
+
+    # ---- figures ---------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return what the last step cost, and means over the last hundred that were timed."""
+        if self.reducer is not None:
+            return self.reducer.stats()
+        sizes = tuple(bucket.nbytes for bucket in self.plan.buckets)
+        return Stats(self.rank, self.size, bucket_nbytes=sizes, hook=name_of(self.hook))
+
+    def sample_stats(self, *, every: int) -> None:
+        """Time the first ten steps and then every n-th. Without this: all on a CPU, every 100th on a GPU."""
+        check_rate(every)
+        if self.reducer is not None:
+            self.reducer.recorder.sample(every)
+
+    def explain(self) -> str:
+        """Describe what is done here, and how, in a table to be printed."""
+        return explain(_facts(self))
 
     def parameters(self) -> Sequence[torch.Tensor]:
         """Return the parameters that are watched."""
@@ -154,9 +349,13 @@ def replicate(
     bucket_mb: float | Sequence[float] = 25,
     first_bucket_mb: float | None = None,
     unused: Unused = "allow",
-    broadcast_buffers: bool = True,
+    buffers: Policy | Mapping[str, Policy] | None = None,
+    broadcast_buffers: bool | None = None,
     guard: bool = True,
     hook: Hook = average,
+    left_out: Collection[str] = (),
+    delayed: Collection[str] = (),
+    precision: Precision | None = None,
 ) -> M:
     """Make every rank's copy of ``module`` train as one, and return the same module.
 
@@ -167,17 +366,32 @@ def replicate(
     one-dimensional device mesh in its place. Gradients travel in buckets of ``bucket_mb`` MiB, the first
     one of ``first_bucket_mb`` (default 1) so that communication starts early; ``bucket_mb`` may also be a
     list of sizes, the last one for all the rest. ``unused="error"`` raises in a backward that leaves a
-    trainable parameter without a gradient on some rank. ``broadcast_buffers`` takes rank 0's buffers after
-    each reduced backward. ``guard=False`` takes away the gate before ``optimizer.step()``.
+    trainable parameter without a gradient on some rank. ``buffers`` says when buffers are made equal, for all
+    or by patterns of their names (docs/buffers.md): by default rank 0's are taken after each reduced
+    backward; ``broadcast_buffers=False`` is short for ``buffers="start"``. ``guard=False`` takes away the
+    gate before ``optimizer.step()``. ``hook`` says what is done with a bucket on its way (see
+    paceline.hooks). ``left_out`` names parameters and buffers that are each rank's own, ``delayed``
+    parameters that are reduced last, in one bucket. ``precision`` has the module compute, and reduce, in
+    other dtypes than its parameters'.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"replicate() takes a torch.nn.Module, got {type(module).__name__}")
     if unused not in ("allow", "error"):
         raise ValueError(f'unused has to be "allow" or "error", got {unused!r}')
-    if not callable(hook):
-        raise TypeError(f"hook has to be a function of (bucket, comm), got {type(hook).__name__}")
+    check_hook(hook)
+    if precision is not None and not isinstance(precision, Precision):
+        raise TypeError(f"precision has to be a paceline.Precision, got {type(precision).__name__}")
+    check_names(module, "left_out", left_out, [*module.named_parameters(), *module.named_buffers()])
+    check_names(module, "delayed", delayed, [*module.named_parameters()])
     settings = Settings(
-        _caps(bucket_mb, first_bucket_mb), unused, hook, guard, buffers_after_backward=broadcast_buffers
+        _caps(bucket_mb, first_bucket_mb),
+        unused,
+        reducing_in(precision, hook, module),
+        guard,
+        buffers=_policies(buffers, broadcast_buffers),
+        left_out=frozenset(left_out),
+        delayed=frozenset(delayed),
+        precision=precision,
     )
     Replica(module, comm_for(group, mesh), settings)
     return module
@@ -216,14 +430,61 @@ def _caps(bucket_mb: float | Sequence[float], first: float | None) -> Caps:
     return Caps.of_mib(bucket_mb if first is None else [first, *bucket_mb])
 
 
+def reducing_in(precision: Precision | None, hook: Hook, module: nn.Module) -> Hook:
+    """Return the hook that reduces in the dtype asked for: the same one, if gradients have that dtype."""
+    if precision is None or precision.reduce is None:
+        return hook
+    if {p.dtype for p in module.parameters() if p.requires_grad} <= {precision.reduce}:
+        return hook
+    return in_dtype(precision.reduce, hook)
+
+
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be called as ``hook(bucket, comm)``."""
+    if not callable(hook):
+        raise TypeError(f"hook has to be a function of (bucket, comm), got {type(hook).__name__}")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return  # made in C, and silent about its arguments
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = name_of(hook)
+        raise TypeError(
+            f"hook has to be a function of (bucket, comm), but it is {name}{signature}; a hook in torch's "
+            "form, (state, bucket), goes to register_comm_hook() or paceline.hooks.FromTorch(state, hook)"
+        ) from error
+
+
+def _check_hook_beside_optimizer(hook: Hook) -> None:
+    if not is_sure(hook):
+        raise ValueError(
+            f"the hook {name_of(hook)} and an optimizer inside backward exclude each other: a bucket is "
+            "stepped before the ranks have confirmed what the hook made of it. Use the plain average, or "
+            "step after backward()"
+        )
+
+
+def check_names(
+    module: nn.Module, what: str, names: Collection[str], known: Sequence[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse names that the module does not have."""
+    if isinstance(names, str):
+        raise TypeError(f"{what} takes a list of names, got the one string {names!r}")
+    unknown = sorted(set(names) - {name for name, _ in known})
+    if unknown:
+        raise ValueError(f"{what} names what {type(module).__name__} does not have: {name_some(unknown)}")
+
+
 def _agree_and_take_state(module: nn.Module, comm: Comm, settings: Settings) -> None:
     agree_to_start(
         comm,
-        lambda: _check(module),
-        lambda: [*traits_of(module, settings.left_out), *settings.traits()],
+        lambda: _check(module, settings),
+        lambda: [*traits_of(module, settings.own(module)), *settings.traits()],
     )
     if settings.take_state and comm.size > 1:
-        finish_broadcast(start_broadcast(_state(module, settings.left_out), comm))
+        finish_broadcast(start_broadcast(_state(module, settings.own(module)), comm))
 
 
 @functools.cache
@@ -231,12 +492,81 @@ def _rest_at_exit() -> None:
     atexit.register(wait_for_workers, EXIT_SECONDS)
 
 
-def _buffers(module: nn.Module, comm: Comm, settings: Settings) -> BufferSync | None:
-    """Return what keeps the buffers equal, if there is anything to keep."""
-    if comm.size == 1 or not settings.buffers_after_backward:
-        return None
-    buffers = BufferSync(module, comm, settings.left_out)
-    return None if buffers.is_empty() else buffers
+def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync) -> Wiring:
+    return Wiring(
+        name,
+        comm,
+        control_over(comm),
+        settings.hook,
+        settings.unused,
+        None if comm.size == 1 else buffers,
+        settings.skip_unused,
+    )
+
+
+def _wishes(module: nn.Module, watched: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> Wishes:
+    """Find the parameters that travel in a way of their own."""
+    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    return Wishes(
+        delayed=frozenset(i for i, (name, _) in enumerate(watched) if name in settings.delayed),
+        sparse=frozenset(i for i, (_, parameter) in enumerate(watched) if id(parameter) in sparse),
+    )
+
+
+def _policies(buffers: Policy | Mapping[str, Policy] | None, broadcast: bool | None) -> Policies:
+    if broadcast is None:
+        return Policies() if buffers is None else Policies.of(buffers)
+    if buffers is not None:
+        raise ValueError(
+            f"give buffers ({buffers!r}) or broadcast_buffers ({broadcast}), not both: "
+            'broadcast_buffers=True is buffers="after_backward", and False is buffers="start"'
+        )
+    return Policies() if broadcast else Policies.of("start")
+
+
+def _facts(replica: Replica) -> Facts:
+    """Collect what there is to say about a replica."""
+    settings, plan, reducer = replica.settings, replica.plan, replica.reducer
+    module = replica._module()
+    wrapper = None if replica.wrapper is None else replica.wrapper()
+    return Facts(
+        type(module).__name__,
+        replica.rank,
+        replica.size,
+        plan,
+        backend=backend_name(replica),
+        seconds=replica.comm.seconds,
+        step=replica.step,
+        left_out=sorted(settings.left_out),
+        is_plan_learned=reducer is not None and reducer.is_plan_learned,
+        plan_changes=reducer.recorder.plan_changes if reducer else 0,
+        hook=name_of(replica.hook),
+        unused=settings.unused,
+        skip_unused=settings.skip_unused,
+        guard=settings.guard,
+        buffers=[] if module is None else _buffer_facts(module, settings),
+        precision=settings.precision,
+        consumer=reducer.wiring.consumer if reducer else None,
+        joining=reducer.wiring.joining if reducer else None,
+        rows={} if wrapper is None else wrapper.rows_to_explain(),
+    )
+
+
+def _buffer_facts(module: nn.Module, settings: Settings) -> list[tuple[Policy, int]]:
+    """Return the policy and the size of each buffer."""
+    own = settings.own(module)
+    return [
+        ("never" if name in own else settings.buffers.of_buffer(name), buffer.nbytes)
+        for name, buffer in module.named_buffers()
+    ]
+
+
+def backend_name(replica: Replica) -> str:
+    """Name what a replica's gradients travel over; nothing for a process alone."""
+    comm, kinds = replica.comm, sorted({spec.device.type for spec in replica.plan.specs})
+    found = [backend_of(comm.group, kind) for kind in kinds] if isinstance(comm, GroupComm) else []
+    return ", ".join(backend for backend in found if backend)
 
 
 def _watched(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, nn.Parameter]]:
@@ -248,8 +578,9 @@ def _watched(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, nn.
     ]
 
 
-def _check(module: nn.Module) -> None:
+def _check(module: nn.Module, settings: Settings) -> None:
     """Refuse what cannot be replicated, by name."""
+    settings.buffers.check(names_of(module))
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, t in tensors if isinstance(t, UninitializedParameter | UninitializedBuffer)]
     if lazy:
@@ -263,6 +594,8 @@ def _check(module: nn.Module) -> None:
     if folded:
         raise ValueError(f"{name_some(folded)} use the same memory for several elements; clone() them first")
     _check_overlap(module)
+    if settings.precision is not None:
+        settings.precision.check(module, settings.left_out)
 
 
 def _is_folded(tensor: torch.Tensor) -> bool:

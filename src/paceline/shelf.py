@@ -26,6 +26,10 @@ from paceline.torch_private import flatten, unflatten
 MODEST_NBYTES = 4 * 1024 * 1024
 
 
+class SparseGradient(Exception):
+    """A gradient that cannot lie in a bucket: it has to travel by itself."""
+
+
 class Shelf:
     """A bucket of the plan, laid over the real parameters."""
 
@@ -117,10 +121,7 @@ class Shelf:
             if gradient is None or (gradient.dtype is dtype and gradient.layout is torch.strided):
                 continue
             if gradient.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"{self.names[position]} has a sparse gradient, which paceline does not reduce yet; "
-                    "build the module with sparse=False"
-                )
+                raise SparseGradient
             raise TypeError(
                 f"{self.names[position]} has a {gradient.dtype} gradient, but was {dtype} when it was "
                 "replicated. Cast or move a model before replicate(), or detach() and replicate it again"
@@ -199,6 +200,21 @@ class Packet:
         else:
             self._copy_at_once(gradients)
         return missing
+
+    def set_aside_sparse(self) -> dict[int, torch.Tensor]:
+        """Take the sparse gradients out, by position; their slots are empty then."""
+        found = {
+            position: parameter.grad
+            for position, parameter in enumerate(self.shelf.parameters)
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided
+        }
+        for position in found:
+            self.shelf.parameters[position].grad = None
+        return found
+
+    def drop(self) -> None:
+        """Let go of the memory: nobody is going to ask for these gradients again."""
+        self._flat, self.views = None, ()
 
     def fill_with_zeros(self) -> None:
         """Make an empty bucket, which keeps the other ranks' collectives matched."""

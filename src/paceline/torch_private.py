@@ -8,6 +8,8 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
     torch._C._nn.unflatten_dense_tensors       and back, as views
     ProcessGroup._get_backend, its options._timeout
+    torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
+    torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
 """
 
 import threading
@@ -91,6 +93,48 @@ def _parameters_in(function: Any, depth: int = 4) -> set[int]:
     inner += [cell.cell_contents for cell in cells if cell != type(cell)()]
     inner += list(function) if isinstance(function, list | tuple) else []
     return set().union(*(_parameters_in(part, depth - 1) for part in inner if part is not None))
+
+
+def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> dict[int, Sequence[Any]]:
+    """Return, by the parameters' ids, the optimizers that ``_apply_optimizer_in_backward`` has attached.
+
+    Its hooks, which would step before the reduction, are taken off.
+    """
+    owned = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
+    if not owned:
+        return {}
+    from torch.distributed.optim import apply_optimizer_in_backward as attached
+
+    for parameter in owned:
+        handles: Any = attached.param_to_optim_hook_handle_map
+        for handle in handles.get(parameter, ()):
+            handle.remove()
+    return {id(p): p._in_backward_optimizers for p in owned}
+
+
+def context_number() -> int | None:
+    """Return the number of the distributed autograd context that this thread computes in, if any."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.rpc.is_available():
+        return None
+    rpc: Any = dist.rpc
+    autograd: Any = dist.autograd
+    if not rpc._is_current_rpc_agent_set():
+        return None
+    try:
+        return int(autograd._current_context()._context_id())
+    except RuntimeError:  # an agent, but no context
+        return None
+
+
+def gradients_in_context(number: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the gradients of a distributed autograd context: the tensors themselves."""
+    import torch.distributed as dist
+
+    autograd: Any = dist.autograd
+    found: dict[torch.Tensor, torch.Tensor] = autograd.get_gradients(number)
+    return found
 
 
 def backend_of(group: Any, device: str) -> str | None:

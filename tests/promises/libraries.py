@@ -63,6 +63,8 @@ class DropIn(Library):
     name = "DistributedDataParallel"
 
     def wrap(self, model: nn.Module, **arguments: Any) -> nn.Module:
+        if "broadcast_buffers" in arguments:  # torch 2.13's newer name
+            arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")
         return paceline.DistributedDataParallel(model, **arguments)
 
 

@@ -4,7 +4,33 @@ A hook gets a full bucket, starts its collectives and returns a ``Pending`` whos
 contents. It is called in plan order on every rank, and must start the same collectives on every rank.
 """
 
-from paceline.hooks.average import average
-from paceline.hooks.bucket import GradBucket, Hook
+from paceline.hooks.average import average, noop, total
+from paceline.hooks.averaging import average_parameters
+from paceline.hooks.bucket import GradBucket, Hook, StatefulHook, is_sure, name_of, surely, way_of
+from paceline.hooks.in_dtype import in_dtype
+from paceline.hooks.local_sgd import local_sgd
+from paceline.hooks.powersgd import powersgd
+from paceline.hooks.quantized import quantized
+from paceline.hooks.staged import Staged, Stages
+from paceline.hooks.torch_form import FromTorch
 
-__all__ = ["GradBucket", "Hook", "average"]
+__all__ = [
+    "FromTorch",
+    "GradBucket",
+    "Hook",
+    "Staged",
+    "Stages",
+    "StatefulHook",
+    "average",
+    "average_parameters",
+    "in_dtype",
+    "is_sure",
+    "local_sgd",
+    "name_of",
+    "noop",
+    "powersgd",
+    "quantized",
+    "surely",
+    "total",
+    "way_of",
+]

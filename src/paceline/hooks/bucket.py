@@ -1,11 +1,14 @@
-"""What a hook gets to see."""
+"""What a hook gets to see, and what it may be."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from paceline.comm import Comm, Pending
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,74 @@ class GradBucket:
     index: int
     flat: torch.Tensor
     parameters: Sequence[torch.Tensor]
+    names: Sequence[str]
     is_last: bool
+    split: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # a flat tensor into the parameters' shapes
     is_scaled: bool = False
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """View the bucket as the parameters' gradients."""
+        return self.split(self.flat)
+
+    def holding(self, flat: torch.Tensor) -> "GradBucket":
+        """Return the same bucket with other contents, for the hook inside a hook."""
+        return replace(self, flat=flat)
 
 
 Hook = Callable[[GradBucket, Comm], Pending]
+
+
+class StatefulHook:
+    """A hook that remembers something from step to step. Override what is needed."""
+
+    def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
+        """Start the bucket's collectives. Called in plan order, the same on every rank."""
+        raise NotImplementedError
+
+    def bind(self, named: Named, comm: Comm) -> None:
+        """Get to know the parameters and the ranks. Called once, by every rank, before the first bucket."""
+
+    def settle(self) -> None:
+        """Make the ranks' weights equal, if the hook lets them differ. Called by every rank before another
+        hook takes over.
+        """
+
+    def unbind(self) -> None:
+        """Let go of them: the replica has been detached, or has got another hook."""
+
+    def forget(self) -> None:
+        """Drop what an unfinished step has left behind. Called on every rank when a step was dropped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank has to save to resume bit for bit."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state, on the rank that saved it."""
+
+
+H = TypeVar("H", bound=Hook)
+Way = Literal["mean", "sum", "own"]
+
+
+def surely(hook: H) -> H:
+    """Mark a hook whose end needs no confirmation: once started, it cannot fail on one rank only."""
+    hook.is_sure = True  # type: ignore[attr-defined]
+    return hook
+
+
+def is_sure(hook: Hook) -> bool:
+    """Tell whether the ranks may wait for a hook's collectives without asking each other first."""
+    return getattr(hook, "is_sure", False)
+
+
+def way_of(hook: Hook) -> Way:
+    """Say what a hook makes of gradients that cannot be in a bucket, such as sparse ones."""
+    return getattr(hook, "way", "mean")
+
+
+def name_of(hook: Hook) -> str:
+    """Name a hook with its settings; the ranks compare these names."""
+    if isinstance(hook, StatefulHook):
+        return repr(hook)
+    return str(getattr(hook, "label", None) or getattr(hook, "__qualname__", type(hook).__qualname__))

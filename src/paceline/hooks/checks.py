@@ -1,0 +1,35 @@
+"""Arguments of hooks are checked when a hook is made, long before the first bucket."""
+
+from typing import Any
+
+from paceline.hooks.bucket import StatefulHook
+
+
+def check_whole(hook: str, name: str, value: Any, least: int) -> None:
+    """Refuse what is not a whole number, or too small."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{hook}() needs {name} to be a whole number of {least} or more, got {value!r}")
+
+
+def check_number(hook: str, name: str, value: Any, least: float) -> None:
+    """Refuse what is not a number, or too small."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        raise ValueError(f"{hook}() needs {name} to be a number of {least} or more, got {value!r}")
+
+
+def check_inner(hook: str, inner: Any) -> None:
+    """Refuse a hook inside a hook that is none."""
+    if not callable(inner):
+        raise TypeError(
+            f"{hook}() takes another hook inside, a function of (bucket, comm), got {type(inner).__name__}"
+        )
+
+
+def check_stateless(hook: str, inner: Any) -> None:
+    """Refuse a hook inside a hook that remembers buckets: it would see other things than gradients."""
+    check_inner(hook, inner)
+    if isinstance(inner, StatefulHook):
+        raise ValueError(
+            f"{hook}() sends factors through the hook inside it, which may remember nothing of them; got "
+            f"{inner!r}. Give it average or in_dtype(torch.bfloat16, average), or nest the other way round"
+        )

@@ -1,0 +1,105 @@
+"""What the hooks with a memory share: one model each, a count of steps, and a state that knows its rank."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+from paceline.comm import Comm
+from paceline.errors import name_some
+from paceline.hooks.bucket import GradBucket, Named, StatefulHook
+
+Shapes = Mapping[str, torch.Size]
+
+
+class RememberingHook(StatefulHook):
+    """A hook that counts steps, and keeps tensors by the names of the parameters.
+
+    Buckets change when the plan is made anew, names do not. A copy or a pickle of the hook has its memory,
+    but belongs to no model yet.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0  # how many backwards have begun to send
+        self._last_index = -1
+        self._place = (0, 1)  # the rank and the size that the memory is of
+        self._is_loaded = False  # from a saved state, and not seen to fit a model yet
+        self._comm: Comm | None = None
+        self._named: Named = ()
+
+    def bind(self, named: Named, comm: Comm) -> None:
+        if self._comm is not None and not _same(named, self._named):
+            raise ValueError(
+                f"{self!r} serves another model already, and its memory is of that one; make a hook for each"
+            )
+        if self._is_loaded:
+            self._check_place(self._place, comm)
+        self._check_shapes(self._shapes(), named)
+        self._comm, self._named = comm, named
+        self._place, self._is_loaded = (comm.rank, comm.size), False
+
+    def unbind(self) -> None:
+        self._comm, self._named = None, ()
+
+    def forget(self) -> None:
+        self._last_index = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        rank, size = self._place
+        return {"hook": type(self).__name__, "rank": rank, "size": size, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("hook") != type(self).__name__:
+            raise ValueError(f"this is no state of {self!r}: it says hook={state.get('hook')!r}")
+        place = (state["rank"], state["size"])
+        if self._comm is not None:
+            self._check_place(place, self._comm)
+            shapes = {name: tensor.shape for name, tensor in state.get("residuals", {}).items()}
+            self._check_shapes(shapes, self._named)
+        self._load(state)
+        self.step, self._last_index = state["step"], -1
+        self._place, self._is_loaded = place, self._comm is None
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take up what a subclass has saved."""
+
+    def _shapes(self) -> Shapes:
+        """Return the shapes of the parameters that something is remembered of."""
+        return {}
+
+    def _count(self, bucket: GradBucket) -> None:
+        """Notice the first bucket of a backward. It need not be the plan's first: some are left out."""
+        if bucket.index <= self._last_index or self._last_index < 0:
+            self.step += 1
+        self._last_index = bucket.index
+
+    def _check_place(self, place: tuple[int, int], comm: Comm) -> None:
+        if place != (comm.rank, comm.size):
+            raise ValueError(
+                f"the state of {self!r} was saved by rank {place[0]} of {place[1]}, and this is rank "
+                f"{comm.rank} of {comm.size}. Every rank saves and loads a state of its own; with another "
+                "number of ranks start with a new hook"
+            )
+
+    def _check_shapes(self, remembered: Shapes, named: Named) -> None:
+        shapes = {name: parameter.shape for name, parameter in named}
+        odd = [name for name, shape in remembered.items() if shapes.get(name) != shape]
+        if odd:
+            raise ValueError(
+                f"what {self!r} remembers is of other parameters than this model's: {name_some(odd)}. Load "
+                "the state that was saved with this model, or take a new hook"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_comm": None, "_named": ()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+
+def _same(named: Named, others: Named) -> bool:
+    return [id(parameter) for _, parameter in named] == [id(parameter) for _, parameter in others]

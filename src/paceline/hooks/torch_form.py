@@ -1,0 +1,127 @@
+"""Hooks in torch's form, ``hook(state, bucket) -> Future``, run unchanged."""
+
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm import Comm, Pending
+from paceline.hooks.bucket import GradBucket
+
+TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+class BucketView:
+    """A bucket as hooks in torch's form read it."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self._bucket = bucket
+
+    def index(self) -> int:
+        """Tell the bucket's place in the plan."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """Return the gradients as one flat tensor."""
+        return self._bucket.flat
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put another flat tensor in its place."""
+        self._bucket = self._bucket.holding(buffer)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients one by one, as views of the flat tensor."""
+        return list(self._bucket.gradients())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that they belong to."""
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        """Tell whether this is the last bucket of the backward."""
+        return self._bucket.is_last
+
+
+class FromTorch:
+    """A hook in torch's form with its state, as one of ours."""
+
+    def __init__(self, state: Any, hook: TorchHook) -> None:
+        check_torch_hook(hook)
+        self.state = state
+        self.hook = hook
+        self.label = f"{_name(hook)} (torch's form)"
+
+    def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
+        future = self.hook(self.state, BucketView(bucket))
+        if not isinstance(future, torch.futures.Future | torch._C.Future):
+            raise TypeError(
+                f"the communication hook {_name(self.hook)} has to return a torch.futures.Future, got "
+                f"{type(future).__name__}"
+            )
+        return FutureResult(future, bucket, _name(self.hook))
+
+
+class FutureResult(Pending):
+    """What a hook in torch's form has promised."""
+
+    def __init__(self, future: Any, bucket: GradBucket, name: str) -> None:
+        self._future = future
+        self._bucket = bucket
+        self._name = name
+
+    def wait(self) -> torch.Tensor:
+        value = self._future.wait()
+        if isinstance(value, Sequence) and len(value) == 1:
+            value = value[0]
+        expected = self._bucket.flat.numel()
+        if not isinstance(value, torch.Tensor) or value.numel() != expected:
+            got = f"{value.numel()}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(
+                f"the future of the communication hook {self._name} has to hold a tensor of the bucket's "
+                f"{expected} elements, got {got}"
+            )
+        return value
+
+
+def check_torch_hook(hook: Any) -> None:
+    """Refuse what cannot be called as ``hook(state, bucket)``, or says that it is something else."""
+    if not callable(hook):
+        raise TypeError(
+            f"a communication hook must be callable as hook(state, bucket), got {type(hook).__name__}"
+        )
+    try:
+        signature = inspect.signature(hook)
+        bound = signature.bind(None, None)
+    except ValueError:
+        return  # made in C, and silent about its arguments
+    except TypeError as error:
+        raise TypeError(
+            f"the communication hook {_name(hook)} has to take (state, bucket), but it is "
+            f"{_name(hook)}{inspect.signature(hook)}"
+        ) from error
+    bucket = list(bound.signature.parameters.values())[-1 if len(bound.signature.parameters) < 2 else 1]
+    hints = _hints(hook)
+    _check_hint(hook, "bucket", hints.get(bucket.name), (GradBucket, BucketView, Any))
+    future = torch.futures.Future
+    _check_hint(hook, "result", hints.get("return"), (future, future[torch.Tensor], torch._C.Future, Any))
+
+
+def _check_hint(hook: Any, what: str, hint: Any, allowed: Sequence[Any]) -> None:
+    if hint is not None and hint not in allowed and getattr(hint, "__name__", "") != "GradBucket":
+        raise ValueError(
+            f"the communication hook {_name(hook)} is annotated for another {what}: it gets a "
+            f"torch.distributed.GradBucket and returns a torch.futures.Future[torch.Tensor], not {hint}"
+        )
+
+
+def _hints(hook: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(hook)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -1,0 +1,87 @@
+"""Buckets that are out, until what came of them is in their flat tensors.
+
+A hook that cannot fail on one rank alone is simply waited for. With any other hook the ranks confirm to each
+other, between its collectives, that all is well, so that no rank waits for a collective that a peer did not
+start.
+"""
+
+from collections.abc import Callable, Sequence
+
+from paceline.comm import Pending
+from paceline.errors import PeerFailed, RanksDisagree, name_ranks, words_of
+from paceline.frames import Round
+from paceline.shelf import Packet
+
+Exchange = Callable[[Round], Sequence[Round]]  # tells every rank, and returns what every rank told
+
+
+class Flight:
+    """A bucket that is out."""
+
+    def __init__(self, packet: Packet, pending: Pending) -> None:
+        self.packet = packet
+        self.pending = pending
+        self.is_consumed = False
+
+    def land(self) -> None:
+        """Wait for the collective, and see to it that the result is in the flat tensor."""
+        result = self.pending.wait()
+        if result is not self.packet.flat:
+            self.packet.flat.copy_(result.view_as(self.packet.flat))
+
+    def release(self) -> None:
+        """Let go of the memory: nobody is going to ask for these gradients again."""
+        self.is_consumed = True
+        self.packet.drop()
+        del self.pending
+
+
+def land(flights: Sequence[Flight]) -> None:
+    """Wait for all buckets. Stages go on in plan order, the same on every rank."""
+    while _advance(flights):
+        pass
+    for flight in flights:
+        flight.land()
+
+
+def _advance(flights: Sequence[Flight]) -> bool:
+    """Start the next collective of every bucket that has one; tell whether any has."""
+    return sum(flight.pending.advance() for flight in flights) > 0
+
+
+def land_in_rounds(flights: Sequence[Flight], exchange: Exchange, step: int) -> None:
+    """Wait for all buckets, and have every rank confirm each round; raise on all ranks if one fails."""
+    more = True
+    while more:
+        try:
+            more = _advance(flights)
+            if not more:
+                land(flights)
+        except BaseException as error:
+            exchange(Round(failure=words_of(error)))
+            raise
+        _check(exchange(Round(more)), step)
+
+
+def _check(rounds: Sequence[Round], step: int) -> None:
+    failed = {rank: told.failure for rank, told in enumerate(rounds) if told.failure}
+    if failed:
+        raise hook_failed(step, failed)
+    going_on = [rank for rank, told in enumerate(rounds) if told.more]
+    if 0 < len(going_on) < len(rounds):
+        raise RanksDisagree(
+            f"step {step}: the hook starts more collectives on {name_ranks(going_on)} than on the others. "
+            "A hook has to do the same on every rank. No gradient of this replica can be reduced any more."
+        )
+
+
+def hook_failed(step: int, failed: dict[int, str]) -> PeerFailed:
+    """Say on the other ranks that a hook raised."""
+    rank, text = min(failed.items())
+    return PeerFailed(
+        f"step {step}: the communication hook raised on {name_ranks(sorted(failed))}: {text}\nThe ranks' "
+        "collectives do not match any more, so no gradient of this replica can be reduced again. Mend the "
+        "hook and start anew.",
+        rank,
+        text,
+    )

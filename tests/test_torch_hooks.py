@@ -1,0 +1,247 @@
+"""Communication hooks in torch's form, and torch's own hooks, on our class."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+
+import paceline
+from paceline import DistributedDataParallel as Ours
+from paceline.hooks import FromTorch
+from paceline.hooks.torch_form import check_torch_hook
+from paceline.testing import ranks
+
+Theirs = torch.nn.parallel.DistributedDataParallel
+
+
+def net(width: int = 8) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def share(rank: int, step: int = 0, width: int = 8) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: nn.Module, rank: int, steps: int = 4, lr: float = 0.1) -> torch.Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(share(rank, step)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def everyones(flat: torch.Tensor) -> list[torch.Tensor]:
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat)
+    return rows
+
+
+HOOKS = {
+    "allreduce": lambda: (None, default_hooks.allreduce_hook),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+    "fp16 around": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16": lambda: (None, default_hooks.bf16_compress_hook),
+    "post local": lambda: (
+        PostLocalSGDState(dist.group.WORLD, dist.group.WORLD, start_localSGD_iter=2),
+        post_localSGD_hook,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@ranks(2)
+def test_torchs_own_hooks_run_unchanged(rank: int, name: str) -> None:
+    model = Ours(net())
+    state, hook = HOOKS[name]()
+    model.register_comm_hook(state, hook)
+
+    weights = train(model, rank)
+
+    assert all(torch.equal(row, weights) for row in everyones(weights))
+    torch.testing.assert_close(weights, train(Theirs(net()), rank), rtol=0.02, atol=0.02)
+
+
+@ranks(2)
+def test_torchs_powersgd_gives_what_it_gives_on_torchs_class(rank: int) -> None:
+    model = Ours(net())
+    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    weights = train(model, rank)
+
+    assert all(torch.equal(row, weights) for row in everyones(weights))
+
+
+@ranks(2)
+def test_a_hook_gets_everything_torchs_bucket_offers(rank: int) -> None:
+    seen = []
+
+    def hook(state: dict, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append((bucket.index(), bucket.is_last(), len(bucket.parameters())))
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert gradient.shape == parameter.shape
+            assert gradient.data_ptr() >= bucket.buffer().data_ptr()
+        bucket.set_buffer(bucket.buffer() / state["size"])
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model = Ours(net(), bucket_cap_mb=1e-4)
+    model.register_comm_hook({"size": 2}, hook)
+    weights = train(model, rank)
+
+    torch.testing.assert_close(weights, train(Theirs(net()), rank))
+    last = [is_last for _, is_last, _ in seen[-4:]]
+    assert last == [False, False, False, True]
+    assert [index for index, _, _ in seen[-4:]] == [0, 1, 2, 3]
+
+
+@ranks(2)
+def test_hooks_are_swapped_between_steps(rank: int) -> None:
+    model = Ours(net())
+    handle = paceline.replica(model)
+    doubled = FromTorch(None, _doubled)
+
+    model(share(rank)).square().mean().backward()
+    plain = model.module[0].weight.grad.clone()
+    model.zero_grad()
+    handle.set_hook(doubled)
+    model(share(rank)).square().mean().backward()
+    twice = model.module[0].weight.grad.clone()
+    model.zero_grad()
+    handle.set_hook(paceline.average)
+    model(share(rank)).square().mean().backward()
+
+    torch.testing.assert_close(twice, 4 * plain)  # a sum of two ranks, doubled
+    torch.testing.assert_close(model.module[0].weight.grad, plain)
+
+
+def _doubled(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] * 2)
+
+
+@ranks(2)
+def test_ranks_with_different_hooks_are_found_out(rank: int) -> None:
+    model = Ours(net())
+    if rank == 1:
+        model.register_comm_hook(None, _doubled)
+
+    with pytest.raises(paceline.RanksDisagree, match=r"_doubled \(torch's form\) \(rank 1\)"):
+        model(share(rank)).sum().backward()
+
+
+@ranks(2)
+def test_the_builtin_hooks(rank: int) -> None:
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        model = Ours(net())
+        model._register_builtin_comm_hook(kind)
+        torch.testing.assert_close(train(model, rank), train(Theirs(net()), rank), rtol=0.01, atol=0.01)
+
+
+# ---- bad input --------------------------------------------------------------------------------------
+
+
+def _alone(bucket):
+    return None
+
+
+def _annotated_wrongly(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
+    raise AssertionError
+
+
+def _returns_wrongly(state: object, bucket: dist.GradBucket) -> int:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "text"),
+    [
+        ({}, TypeError, "a communication hook must be callable as hook(state, bucket), got dict"),
+        (_alone, TypeError, "_alone has to take (state, bucket), but it is _alone(bucket)"),
+        (_annotated_wrongly, ValueError, "_annotated_wrongly is annotated for another bucket"),
+        (_returns_wrongly, ValueError, "_returns_wrongly is annotated for another result"),
+    ],
+)
+def test_a_hook_is_checked_when_it_is_registered(hook: object, kind: type, text: str) -> None:
+    with pytest.raises(kind) as caught:
+        check_torch_hook(hook)
+
+    assert text in str(caught.value)
+
+
+@ranks(2)
+def test_a_hook_that_returns_no_future_is_refused_on_every_rank(rank: int) -> None:
+    model = Ours(net())
+    model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+
+    with pytest.raises(TypeError, match=r"has to return a torch.futures.Future, got Tensor"):
+        model(share(rank)).sum().backward()
+
+
+@ranks(2)
+def test_a_future_with_the_wrong_shape_is_refused_on_every_rank(rank: int) -> None:
+    def short(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(torch.zeros(3))
+        return future
+
+    model = Ours(net())
+    model.register_comm_hook(None, short)
+
+    with pytest.raises(TypeError, match="has to hold a tensor of the bucket's 212 elements, got 3"):
+        model(share(rank)).sum().backward()
+
+
+@pytest.mark.parametrize("when", ["at the call", "in the callback"])
+@ranks(2)
+def test_a_hook_that_raises_on_one_rank_is_heard_of_on_every_rank(rank: int, when: str) -> None:
+    def broken(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if rank == 1 and when == "at the call":
+            raise KeyError("no such codec")
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+
+        def decode(future: torch.futures.Future) -> torch.Tensor:
+            if rank == 1:
+                raise KeyError("no such codec")
+            return future.value()[0]
+
+        return work.get_future().then(decode)
+
+    model = Ours(net())
+    model.register_comm_hook(None, broken)
+
+    with pytest.raises((KeyError, RuntimeError, paceline.PeerFailed)) as caught:
+        model(share(rank)).sum().backward()
+
+    assert "no such codec" in str(caught.value)
+    if rank == 0:
+        assert isinstance(caught.value, paceline.PeerFailed)
+        assert "the communication hook raised on rank 1" in str(caught.value)
+    with pytest.raises(paceline.PeerLost, match="no reduction is possible any more"):
+        model(share(rank)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@ranks(2)
+def test_a_hook_beside_mixed_precision_is_refused(rank: int) -> None:
+    model = Ours(net(), mixed_precision=paceline.Precision(param=torch.bfloat16))
+
+    with pytest.raises(ValueError, match="mixed_precision reduces by a hook of its own"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+@ranks(2)
+def test_a_hook_is_not_swapped_inside_a_backward(rank: int) -> None:
+    model = paceline.replicate(net())
+    handle = paceline.replica(model)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: handle.set_hook(paceline.average))
+
+    with pytest.raises(RuntimeError, match="the hook cannot be changed while a backward is running"):
+        model(share(rank)).sum().backward()
