@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_link", description=__doc__)
-    parser.add_argument("bars", nargs="*", default=["11", "12"], choices=["11", "12"], help="default: both")
+    parser.add_argument("bars", nargs="*", metavar="{11,12}", help="default: both")
     parser.add_argument("--quick", action="store_true", help="two cycles each, to see that it works")
     parser.add_argument("--seconds", type=float, default=300, help="for the cycles of bar 11 (default: 300)")
     parser.add_argument(

@@ -87,5 +87,6 @@ def _echoing() -> Iterator[None]:
     def collect(_self: Any, topic: bytes, _seconds: float) -> list[bytes]:
         return [posted.pop(topic)] * size
 
-    with mock.patch.object(SocketControl, "post", post), mock.patch.object(SocketControl, "collect", collect):
+    control = {"post": post, "collect": collect, "ready": lambda _self, _topic: True}
+    with mock.patch.multiple(SocketControl, **control):
         yield

@@ -1,9 +1,11 @@
 """DistributedDataParallel: torch's arguments, attributes and prefix on paceline's engine."""
 
 import copy
+import gc
 import inspect
 import io
 import pickle
+import weakref
 from collections import namedtuple
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 import paceline
 from paceline import DistributedDataParallel as Ours
-from paceline.ddp import _move
+from paceline.ddp_arguments import move_to
 from paceline.testing import ranks
 
 Theirs = torch.nn.parallel.DistributedDataParallel
@@ -228,7 +230,7 @@ Pair = namedtuple("Pair", "left right")
 
 def test_moving_inputs_goes_into_containers_and_leaves_the_rest() -> None:
     tensor, thing = torch.ones(1), object()
-    moved = _move({"a": [tensor, (tensor, 3)], "b": Pair(tensor, thing)}, torch.device("meta"))
+    moved = move_to(torch.device("meta"), {"a": [tensor, (tensor, 3)], "b": Pair(tensor, thing)})
 
     assert moved["a"][0].is_meta
     assert moved["a"][1][0].is_meta
@@ -274,3 +276,15 @@ def test_replica_finds_the_engine_through_the_wrapper() -> None:
     model = Ours(net())
 
     assert paceline.replica(model) is paceline.replica(model.module)
+
+
+@ranks(2)
+def test_a_wrapper_and_its_module_are_freed_together(rank: int) -> None:
+    model = Ours(net())
+    model(share(rank)).sum().backward()
+    gone = [weakref.ref(model), weakref.ref(model.module), weakref.ref(model.module[0].weight)]
+
+    del model
+    gc.collect()
+
+    assert [reference() for reference in gone] == [None, None, None]

@@ -79,7 +79,7 @@ def test_what_was_learned_and_set_is_shown(rank):
     assert found["unused"].startswith("a trained parameter without a gradient, on any rank, is an error")
     assert found["guard"].startswith("off: ")
     assert found["buffers"] == (
-        "2 (64 B) made rank 0's at every 5th reduced backward; 1 (8 B) left to each rank"
+        "2 (64 B) made rank 0's at one in 5 reduced backwards; 1 (8 B) left to each rank"
     )
     assert found["plan"].startswith("1 bucket, in the order in which gradients were seen to arrive")
     assert "1 step so far" in found["gradients"]

@@ -157,7 +157,7 @@ def test_a_rank_that_fails_leaves_equal_weights_and_a_message_that_says_so(rank:
         loss.backward()
 
     if rank == 0:
-        assert "the weights are equal on every rank, but the step lacks gradients" in str(caught.value)
+        assert "the weights are those of a step that lacks gradients" in str(caught.value)
     for p in model.parameters():
         everyone = [torch.empty_like(p) for _ in range(2)]
         dist.all_gather(everyone, p.detach())
@@ -230,7 +230,132 @@ def test_bad_arguments() -> None:
         StepInBackward(torch.optim.LBFGS(parameters))
 
 
-def test_a_process_alone_is_told_to_step_after_backward() -> None:
+def test_a_process_alone_steps_inside_backward_as_many_do() -> None:
+    inside, after = paceline.replicate(net()), net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (inside, after)]
+    paceline.replica(inside).step_in_backward(optimizers[0])
+
+    for step in range(3):
+        with paceline.no_sync(inside):
+            inside(share(0, 100 + step)).square().mean().backward()
+        inside(share(0, step)).square().mean().backward()
+        assert all(p.grad is None for p in inside.parameters())
+        after.zero_grad()
+        for number in (100 + step, step):
+            after(share(0, number)).square().mean().backward()
+        optimizers[1].step()
+
+    for p, q in zip(inside.parameters(), after.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@ranks(2)
+def test_a_second_optimizer_is_refused(rank: int) -> None:
+    model = paceline.DistributedDataParallel(net())
+    model._register_fused_optim(torch.optim.SGD, 0.1)
+
+    with pytest.raises(ValueError, match="an optimizer steps inside this model's backward already"):
+        model._register_fused_optim(torch.optim.SGD, 0.1)
+
+
+@ranks(2)
+def test_clipping_by_norm_after_backward_is_refused(rank: int) -> None:
     model = paceline.replicate(net())
-    with pytest.raises(ValueError, match="a process alone has nothing to reduce"):
+    paceline.replica(model).step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(share(rank)).square().mean().backward()
+
+    with pytest.raises(ValueError, match=r"clip_grad_norm_\(\) needs all gradients at once"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(net().parameters(), 1.0)  # somebody else's
+
+
+@ranks(2)
+def test_unused_error_and_an_optimizer_in_backward_exclude_each_other(rank: int) -> None:
+    model = paceline.replicate(net(), unused="error")
+
+    with pytest.raises(ValueError, match="inside backward exclude each other: parameters are stepped"):
         paceline.replica(model).step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("buckets", [1e-4, 25])
+@ranks(2)
+def test_an_optimizer_that_raises_on_one_rank_stops_every_rank(rank: int, buckets: float) -> None:
+    class Picky(torch.optim.SGD):
+        def step(self, closure=None):
+            if rank == 1:
+                raise ValueError("no step today")
+            return super().step(closure)
+
+    model = paceline.replicate(net(), bucket_mb=buckets)
+    paceline.replica(model).step_in_backward(Picky(model.parameters(), lr=0.1))
+    seen = []
+    for _ in range(2):
+        try:
+            model(share(rank)).square().mean().backward()
+        except (ValueError, paceline.PacelineError) as error:
+            seen.append(str(error))
+
+    assert "no step today" in seen[-1]
+    assert rank == 0 or seen[0] == "no step today"
+
+
+@ranks(2)
+def test_an_optimizer_with_attributes_and_hooks_of_its_own(rank: int) -> None:
+    class Mine(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            self.factor = 2
+
+        def step(self, closure=None):
+            assert self.factor == 2
+            return super().step(closure)
+
+    model = paceline.replicate(net())
+    optimizer = Mine(model.parameters())
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    paceline.replica(model).step_in_backward(optimizer)
+
+    model(share(rank)).square().mean().backward()
+
+    assert calls
+    assert len(optimizer.param_groups[0]["params"]) == 8
+
+
+@ranks(2)
+def test_a_failure_after_a_local_backward_reaches_the_other_rank(rank: int) -> None:
+    model = paceline.replicate(net(), bucket_mb=1e-4)
+    paceline.replica(model).step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    with paceline.no_sync(model):
+        model(share(rank)).square().mean().backward()
+    handle = None
+    if rank == 1:
+        handle = model[0].weight.register_hook(lambda _: (_ for _ in ()).throw(ValueError("boom")))
+
+    with pytest.raises((ValueError, paceline.PeerFailed), match="boom"):
+        model(share(rank)).square().mean().backward()
+
+    if handle:
+        handle.remove()
+    model(share(rank)).square().mean().backward()
+
+
+@ranks(2)
+def test_a_sparse_table_is_stepped_too(rank: int) -> None:
+    def bag() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+
+    inside, after = paceline.replicate(bag()), paceline.replicate(bag())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (inside, after)]
+    paceline.replica(inside).step_in_backward(optimizers[0])
+    words = torch.tensor([[1, 2], [2, 7]])[rank]
+
+    for _ in range(2):
+        inside(words).square().mean().backward()
+        optimizers[1].zero_grad()
+        after(words).square().mean().backward()
+        optimizers[1].step()
+
+    for p, q in zip(inside.parameters(), after.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

@@ -96,9 +96,9 @@ def test_times_are_nanoseconds_and_in_order(rank):
         data["backward_comm_time_end"],
     ]
     assert moments == sorted(moments)
-    assert data["backward_compute_time_end"] - data["backward_compute_time_start"] == pytest.approx(
-        data["backward_compute_time"], abs=2000
-    )
+    # Less what was waited for ranks that had not begun.
+    whole = data["backward_compute_time_end"] - data["backward_compute_time_start"]
+    assert 0 < data["backward_compute_time"] <= whole + 2000
 
 
 @ranks(2)

@@ -1,10 +1,18 @@
 """Communication hooks in torch's form, and torch's own hooks, on our class."""
 
+import copy
+import warnings
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _hook_then_optimizer,
+    _OptimizerHookState,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -68,15 +76,105 @@ def test_torchs_own_hooks_run_unchanged(rank: int, name: str) -> None:
     torch.testing.assert_close(weights, train(Theirs(net()), rank), rtol=0.02, atol=0.02)
 
 
+def powersgd_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2, min_compression_rate=1)
+
+
+# One bucket: with several, this hook starts collectives from callbacks, which crashes torch's class on Gloo.
+@pytest.mark.parametrize("hook", [powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook])
 @ranks(2)
-def test_torchs_powersgd_gives_what_it_gives_on_torchs_class(rank: int) -> None:
+def test_torchs_powersgd_gives_what_it_gives_on_torchs_class(rank: int, hook: Any) -> None:
+    # In this rank's own process:
+    powerSGD_hook._orthogonalize = _orthogonalize_one_too
+    torch.cuda.is_available = lambda: False  # or the hook waits for the GPU "cpu", and fails
+    weights = []
+    for wrap in (Ours, Theirs):
+        model = wrap(net())
+        model.register_comm_hook(powersgd_state(), hook)
+        weights.append(train(model, rank, steps=6))
+    plain = train(Theirs(net()), rank, steps=6)
+
+    assert all(torch.equal(row, weights[0]) for row in everyones(weights[0]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
+    assert (weights[0] - plain).abs().max() > 1e-3  # so it has been compressed
+
+
+_orthogonalize = powerSGD_hook._orthogonalize
+
+
+def _orthogonalize_one_too(matrices: torch.Tensor, epsilon: float = 0) -> None:
+    """Take one matrix for a batch of one. The batched hook gives one, which torch's own function refuses."""
+    _orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+
+def stepping(kind: str, *, only: Any = None, **settings: float) -> Any:
+    """Make torch's hook that reduces by a plain mean, and then steps what it has reduced."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # these are made by torch.jit
+        from torch.distributed import optim
+
+        optimizer = getattr(optim, kind)([], **settings, _allow_empty_param_list=True)
+    return _hook_then_optimizer(default_hooks.allreduce_hook, _OptimizerHookState(optimizer, only))
+
+
+@pytest.mark.parametrize("capped", [True, False])
+@ranks(2)
+def test_torchs_overlapped_optimizer_steps_inside_the_hook(rank: int, capped: bool) -> None:
+    by_hook, by_hand = net(), net()
+    model = Ours(by_hook, bucket_cap_mb=1e-4 if capped else None)
+    model.register_comm_hook(None, stepping("_FunctionalAdam", lr=0.01))
+    optimizer = torch.optim.Adam(by_hand.parameters(), lr=0.01)
+
+    for step in range(4):
+        model.zero_grad()
+        model(share(rank, step)).square().mean().backward()
+        optimizer.zero_grad()
+        by_hand(torch.cat([share(r, step) for r in range(2)])).square().mean().backward()
+        optimizer.step()
+
+    for stepped, expected in zip(by_hook.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(stepped, expected)
+        torch.testing.assert_close(stepped.grad, expected.grad)
+
+
+@ranks(2)
+def test_torchs_overlapped_optimizer_steps_only_what_it_is_given(rank: int) -> None:
+    module = net()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    model = Ours(module)
+    model.register_comm_hook(None, stepping("_FunctionalSGD", lr=0.1, only=[module[0].weight]))
+
+    model(share(rank)).square().mean().backward()
+
+    expected = [before[0] - 0.1 * module[0].weight.grad, *before[1:]]
+    for parameter, wanted in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), wanted)
+
+
+# ---- copies -----------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_copy_shares_a_state_that_cannot_be_copied(rank: int) -> None:
     model = Ours(net())
-    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    model.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
 
-    weights = train(model, rank)
+    twin = copy.deepcopy(model)
 
-    assert all(torch.equal(row, weights) for row in everyones(weights))
+    assert paceline.replica(twin.module).hook.state is dist.group.WORLD
+    assert torch.equal(train(twin, rank), train(model, rank))
+
+
+@ranks(1)
+def test_a_copy_has_a_state_of_its_own_where_that_can_be_copied(rank: int) -> None:
+    held = {"groups": [dist.group.WORLD], "seen": [1]}
+    shared, own = FromTorch(held, _doubled), FromTorch({"seen": held["seen"]}, _doubled)
+
+    one, two, seen = copy.deepcopy([shared, own, held["seen"]])
+
+    assert (one.state, one.hook, one.label) == (held, _doubled, shared.label)
+    assert one.state is held
+    assert two.state == own.state
+    assert two.state["seen"] is seen is not held["seen"]
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from paceline.comm import Comm
 from paceline.errors import PeerFailed, RanksDisagree, name_ranks, name_some
 
+T = TypeVar("T")
 Trait = tuple[str, str]  # what a tensor is called, and everything about it that has to be the same
 
 
@@ -32,6 +34,20 @@ def agree_to_start(comm: Comm, check: Callable[[], None], traits: Callable[[], S
     if len({card["digest"] for card in cards}) > 1:
         everyone = [dict(json.loads(frame)) for frame in comm.gather_bytes(json.dumps(mine).encode())]
         raise RanksDisagree(_describe(everyone))
+
+
+def or_refuse(comm: Comm, read: Callable[[], T]) -> T:
+    """Read this rank's arguments; if that fails, tell the ranks that are about to compare models."""
+    try:
+        return read()
+    except (TypeError, ValueError) as error:
+        refusal = error
+
+    def refuse() -> None:
+        raise refusal
+
+    agree_to_start(comm, refuse, lambda: [])
+    raise refusal
 
 
 def traits_of(module: nn.Module, left_out: frozenset[str] = frozenset()) -> list[Trait]:

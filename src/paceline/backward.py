@@ -9,43 +9,26 @@ A rank whose backward raises still sends every bucket, empty, and says why in it
 collectives always match, and training can go on.
 """
 
+import contextlib
 import enum
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import torch
 
-from paceline.buffers import BufferSync, Turn
+from paceline.buffers import Turn
 from paceline.comm import Comm, Pending
-from paceline.control import Control
-from paceline.errors import (
-    InputsExhausted,
-    PeerFailed,
-    RanksDisagree,
-    UnusedParameters,
-    name_ranks,
-    name_some,
-)
+from paceline.errors import PacelineError, RanksDisagree, name_ranks, name_some
 from paceline.frames import Closing, Opening, Round
-from paceline.hooks import GradBucket, Hook, average, is_sure, name_of, way_of
+from paceline.hooks import GradBucket, StatefulHook, is_sure, way_of
 from paceline.landing import Flight, hook_failed, land, land_in_rounds
-from paceline.plan import Plan
 from paceline.recorder import CountedComm, StepRecord
-from paceline.shelf import Packet, Shelf, SparseGradient
-from paceline.sparse import Share
+from paceline.remote import refuse_context
+from paceline.shelf import APART, NOWHERE, Layout, Packet, SparseGradient
+from paceline.sparse import Share, gather_rows
+from paceline.tally import Outcome, Tally, exhausted, mixed_up, peer_failed
+from paceline.wiring import Consumer, Wiring
 
 TELL_SECONDS = 60.0  # how long a rank that has failed waits for the others to hear of it
-
-NOWHERE = (-1, None)
-APART = (-2, None)  # sparse: it has no slot
-
-Unused = Literal["allow", "error"]
-
-# Steps some parameters whose gradients all ranks have agreed on, and frees these gradients.
-Consumer = Callable[[Sequence[torch.Tensor]], None]
 
 
 class Phase(enum.Enum):
@@ -54,72 +37,6 @@ class Phase(enum.Enum):
     OPEN = enum.auto()  # buckets may still have to be sent, and the closing frame
     CLOSED = enum.auto()  # every rank has this rank's closing frame: nothing can be taken back
     DONE = enum.auto()
-
-
-@dataclass(frozen=True)
-class Joining:
-    """How ranks that run out of batches are treated."""
-
-    divide_by: Literal["active", "initial"] = "active"
-    early: Literal["continue", "stop"] = "continue"
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What every backward of one replica works with."""
-
-    name: bytes  # the same on all ranks, different for each replica
-    comm: Comm
-    control: Control
-    hook: Hook
-    unused: Unused = "allow"
-    buffers: BufferSync | None = None
-    skip_unused: bool = False  # do not send buckets that no rank has put anything into
-    joining: Joining | None = None  # set inside join()
-    consumer: Consumer | None = None  # the optimizer, if it runs inside backward
-
-    def scale_on(self, device: torch.device) -> float:
-        """Return the factor that copying a gradient folds in: the mean's, if the hook is the plain mean."""
-        return self.comm.mean_factor(device) if self.hook is average and not self.joining else 1.0
-
-    @cached_property
-    def terms(self) -> list[str]:
-        """What has to be the same on every rank besides the plan, in words."""
-        settings = [f"hook {name_of(self.hook)}", f"skip_unused={self.skip_unused}"]
-        settings += [f"inside join({self.joining})"] if self.joining else []
-        return [*settings, "optimizer in backward"] if self.consumer else settings
-
-    @cached_property
-    def terms_digest(self) -> int:
-        """Four bytes that stand for the terms."""
-        return zlib.crc32("|".join(self.terms).encode())
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the ranks told each other in a backward that succeeded."""
-
-    missing: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by parameter, who did not use it
-    missing_everywhere: frozenset[int] = frozenset()
-    arrival: tuple[int, ...] = ()  # of the first rank that took part
-    sparse: frozenset[int] = frozenset()  # whose gradient came without its zeros
-
-
-class Layout:
-    """A plan laid over the real parameters."""
-
-    def __init__(self, plan: Plan, parameters: Sequence[torch.Tensor]) -> None:
-        self.plan = plan
-        self.shelves = [Shelf(plan, bucket, parameters) for bucket in plan.buckets]
-        self.counts = [len(shelf.indices) for shelf in self.shelves]
-        # For each parameter: its bucket, and its position there if it is to be copied as soon as it arrives.
-        self.route = {
-            index: (place, position if shelf.is_hot(position) else None)
-            for place, shelf in enumerate(self.shelves)
-            for position, index in enumerate(shelf.indices)
-        }
-        self.route |= dict.fromkeys(plan.sparse, APART)
-        self.parameters = parameters
 
 
 class TooLate(Exception):
@@ -160,16 +77,23 @@ class SyncedBackward:
         record.arrival = self._seen
         self._late: set[int] = set()
         self._aside: dict[int, torch.Tensor] = {}  # sparse gradients that came where dense ones were expected
-        self._skipped: set[int] = set()  # buckets that no rank has put anything into
+        self._skipped: set[int] | None = (
+            None  # buckets that no rank has put anything into, once that is known
+        )
         self.settled: set[int] = set()  # parameters that the optimizer has stepped already
         self._waiting = list(layout.counts)
         self._packets = [Packet(shelf, wiring.scale_on(shelf.bucket.device)) for shelf in layout.shelves]
         self._flights: list[Flight] = []
         self._sending = False
+        self._is_due = False  # a bucket is complete, but not every rank has opened
+        self._hurries = wiring.consumer is not None  # what is put off would take up memory
         self._agreed = False
         self._comm: Comm = CountedComm(wiring.comm, record)
         self._joined = False
         self.active: Sequence[int] = range(wiring.comm.size)  # the ranks that have batches
+        self.is_behind = (
+            False  # the optimizer inside backward raised, so this rank's weights are not the others'
+        )
         self.is_out_of_step = False  # the ranks' collectives do not match any more
         self.step = record.step  # after the opening: the highest step that any rank is at
 
@@ -186,7 +110,7 @@ class SyncedBackward:
         self._hold = in_graph or hold
         terms = self._wiring.terms_digest
         frame = Opening(self.step, self._layout.plan.digest, terms, joined, failure).pack()
-        self._wiring.control.post(self._topic(b"opening"), frame)
+        self._wiring.control.post(self._wiring.topic(b"opening"), frame)
 
     # ---- gradients arrive ------------------------------------------------------------------------
 
@@ -206,7 +130,8 @@ class SyncedBackward:
             self._packets[place].take(position, hide=self._hidden)
         self._waiting[place] -= 1
         # Several device threads may be here at once; one of them sends.
-        if not self._waiting[place] and place == len(self._flights) and not self._sending:
+        is_next = not self._waiting[place] and place == len(self._flights)
+        if (is_next or self._is_due) and not self._sending:
             self._send_complete()
 
     def _arrived_apart(self, parameter: int, place: int) -> None:
@@ -236,7 +161,7 @@ class SyncedBackward:
         if self._hold or place >= len(self._flights):
             if position is not None and not self._hold:
                 self._packets[place].take(position, hide=self._hidden)  # adds to what was taken before
-        elif self._hidden:
+        elif self._hidden and parameter not in self.settled:
             self._late.add(parameter)
         else:
             name = self._layout.plan.specs[parameter].name
@@ -249,12 +174,23 @@ class SyncedBackward:
     def _send_complete(self) -> None:
         # In plan order, never in arrival order: two ranks that start the same two buckets in different
         # orders wait for each other forever.
+        # A rank that is ahead goes on computing until the others have opened, too.
+        opening = self._wiring.topic(b"opening")
+        self._is_due = not (self._agreed or self._hurries or self._wiring.control.ready(opening))
+        if self._is_due:
+            return
         self._sending = True
         try:
             while len(self._flights) < len(self._waiting) and not self._waiting[len(self._flights)]:
                 self._send_next()
         finally:
             self._sending = False
+
+    def hurry(self) -> None:
+        """Wait for the others' openings from now on, where a bucket is complete."""
+        self._hurries = True
+        if self._is_due:
+            self._send_complete()
 
     def _send_next(self, *, empty: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
@@ -266,8 +202,10 @@ class SyncedBackward:
             else:
                 self._fill(packet)
             self._flights.append(Flight(packet, self._start(packet)))
-            if not (empty or self._joined or self._in_graph):
-                packet.put_views(self._seen, hide=self._hidden)
+            if empty or self._joined:
+                return
+            if not self._in_graph:
+                packet.put_views(self._seen.keys() - self._aside.keys(), hide=self._hidden)
             self._consume(self._flights[:-1])
 
     def _fill(self, packet: Packet) -> None:
@@ -283,7 +221,9 @@ class SyncedBackward:
             self._aside |= {indices[position]: gradient for position, gradient in aside.items()}
             missing = [position for position in packet.fill(in_place=in_place) if position not in aside]
         for position in missing:
-            self._seen.pop(indices[position], None)  # autograd may have come by with nothing in its hands
+            # Autograd may have come by with nothing in its hands.
+            if self._seen.pop(indices[position], 0) is None:
+                refuse_context(packet.shelf.names[position])
 
     def _start(self, packet: Packet) -> Pending:
         shelf = packet.shelf
@@ -296,7 +236,7 @@ class SyncedBackward:
             split=shelf.views,
             is_scaled=self._wiring.scale_on(packet.flat.device) != 1,
         )
-        if bucket.index in self._skipped:
+        if self._skipped and bucket.index in self._skipped:
             return Pending(packet.flat)
         self._wiring.control.note(b"%b %d" % (self._wiring.name, bucket.index))
         self.record.hands_over()
@@ -317,9 +257,16 @@ class SyncedBackward:
         for flight in flights:
             if not flight.is_consumed and flight.packet.is_out_of_hand:
                 flight.land()
-                self.settled.update(flight.packet.shelf.indices)
-                consumer(flight.packet.shelf.parameters)
+                self._step_on(flight.packet.shelf.indices, consumer)
                 flight.release()
+
+    def _step_on(self, indices: Sequence[int], consumer: Consumer) -> None:
+        self.settled.update(indices)
+        try:
+            consumer([self._layout.parameters[index] for index in indices])
+        except BaseException:
+            self.is_behind = True
+            raise
 
     # ---- the ranks agree -------------------------------------------------------------------------
 
@@ -342,10 +289,12 @@ class SyncedBackward:
         if failed or not alike:
             self._phase = Phase.DONE
         if failed:
-            raise _peer_failed(self.step, failed)
+            raise peer_failed(self.step, failed)
         if not alike:
             raise self._disagreement(openings)
         self._count_active([rank for rank, opening in enumerate(openings) if not opening.joined])
+        if isinstance(self._wiring.hook, StatefulHook) and self.active:
+            self._wiring.hook.begin()
 
     def _count_active(self, active: Sequence[int]) -> None:
         """Find out who still has batches; who has none sends zeros."""
@@ -355,7 +304,7 @@ class SyncedBackward:
             return
         if joining.early == "stop":
             self._phase = Phase.DONE
-            raise _exhausted([rank for rank in everyone if rank not in active])
+            raise exhausted([rank for rank in everyone if rank not in active])
         if joining.divide_by == "active":
             self._comm = self._comm.among(len(active))
 
@@ -369,8 +318,7 @@ class SyncedBackward:
                 "on every rank."
             )
         lines = "\n".join([*self._layout.plan.lines(), *self._wiring.terms]).encode()
-        self._wiring.control.post(self._topic(b"plan"), lines)
-        plans: list[set[str]] = [set(frame.decode().split("\n")) for frame in self._collect(b"plan")]
+        plans: list[set[str]] = [set(f.decode().split("\n")) for f in self._exchange(b"plan", lines)]
         odd = sorted(set().union(*plans) - plans[0].intersection(*plans))
         who = [f"{line} ({name_ranks([r for r, plan in enumerate(plans) if line in plan])})" for line in odd]
         return RanksDisagree(
@@ -380,12 +328,15 @@ class SyncedBackward:
             "gradients were dropped on every rank."
         )
 
-    def _topic(self, kind: bytes) -> bytes:
-        return self._wiring.name + b"." + kind
+    def _exchange(self, kind: bytes, frame: bytes, seconds: float | None = None) -> list[bytes]:
+        self._wiring.control.post(self._wiring.topic(kind), frame)
+        return self._collect(kind, seconds)
 
     def _collect(self, kind: bytes, seconds: float | None = None) -> list[bytes]:
         try:
-            return self._wiring.control.collect(self._topic(kind), seconds or self._wiring.comm.seconds)
+            return self._wiring.control.collect(
+                self._wiring.topic(kind), seconds or self._wiring.comm.seconds
+            )
         except RanksDisagree:
             self._phase = Phase.DONE  # every rank knows
             raise
@@ -396,20 +347,20 @@ class SyncedBackward:
         """Send the buckets that have not gone out, with zeros in the slots that got no gradient."""
         self.record.has_computed()
         self.agree()
-        if self._wiring.skip_unused and not self._skipped:
-            self._skipped = self._empty_everywhere()
+        self._find_skipped()
         while len(self._flights) < len(self._waiting):
             self._send_next()
 
-    def _empty_everywhere(self) -> set[int]:
-        """Find the buckets into which no rank has put anything."""
+    def _find_skipped(self, seconds: float | None = None, *, failed: bool = False) -> None:
+        """Agree on the buckets into which no rank has put anything; a rank that has failed has not."""
+        if not self._wiring.skip_unused or self._skipped is not None:
+            return
         rest = enumerate(self._layout.shelves[len(self._flights) :], len(self._flights))
-        have = self._seen.keys() | self._local
+        have = set() if failed else self._seen.keys() | self._local
         mine = {place for place, shelf in rest if have.isdisjoint(shelf.indices)}
-        frames = self._exchange(b"rest", ",".join(map(str, sorted(mine))).encode())
-        return mine.intersection(
-            *({int(number) for number in frame.split(b",") if number} for frame in frames)
-        )
+        frames = self._exchange(b"rest", b",".join(b"%d" % place for place in sorted(mine)), seconds)
+        theirs = ({int(number) for number in frame.split(b",") if number} for frame in frames)
+        self._skipped = mine.intersection(*theirs)
 
     def finish(self, *, learn: bool = False) -> Outcome:
         """Hear what the others used, and hand out the reduced gradients.
@@ -417,54 +368,61 @@ class SyncedBackward:
         With ``learn`` the outcome holds the order in which gradients arrived on rank 0.
         """
         self.send_rest()
-        shares = {} if self._joined else self._shares()
+        shares = self._shares()
         turn = self._buffers_due()
-        closings = self._close(
-            Closing(
-                self._wiring.control.trace,
-                self._used(),
-                tuple(self._seen) if learn else (),
-                tuple(sorted(self._late)),
-                tuple(n for i, share in shares.items() for n in (i, share.count, share.came_dense)),
-                buffers=turn.tell() if turn else b"",
-            )
-        )
+        tally = self._close(self._closing(shares, turn, learn=learn))
         # By now every rank has sent everything, so what follows waits for no one's computation.
-        failed = {rank: closing.failure for rank, closing in enumerate(closings) if closing.failure}
-        if any(closing.stuck for closing in closings):
+        if tally.is_stuck:
             self._phase, self.is_out_of_step = Phase.DONE, True
-            raise hook_failed(self.step, failed)
+            raise hook_failed(self.step, tally.failed)
         self._phase = Phase.CLOSED
         with torch.no_grad():
-            if turn and not failed:
-                self._send_buffers(turn, closings)
-            self._land(surely=bool(failed))
-            if turn:
-                turn.take()
-            if not failed:
-                self._add_late(sorted({index for closing in closings for index in closing.late}))
-        outcome = self._outcome(closings)
-        if failed:
-            self._end_with_failure(outcome, failed)
-        if len({closing.trace for closing in closings}) > 1:
-            self._wiring.control.trace = 0
-            self._phase = Phase.DONE
-            raise RanksDisagree(
-                f"step {self.step}: the ranks sent the buckets of several models in different orders, so "
-                "that sums were mixed up. The models are reached by one backward, in different orders on "
-                "different ranks; run one backward for each. The gradients were dropped on every rank."
-            )
-        self._check_unused(closings)
-        with torch.no_grad():
-            rows = self._gather_rows(shares, closings)
+            self._receive(tally, turn)
+            self._refuse(tally)
+            rows = self._gather_rows(shares, tally)
         self.record.has_landed()
-        self._phase = Phase.DONE
         # To a rank that has joined as well: what steps there, as ZeroRedundancyOptimizer does, must not step
         # on gradients of its last batch.
-        self._hand_out(outcome.missing_everywhere, rows)
+        self._hand_out(tally.outcome.missing_everywhere, rows)
+        self._phase = Phase.DONE
         if turn and turn.is_disputed:
             raise self._buffers_differ(turn)
-        return outcome
+        return tally.outcome
+
+    def _closing(self, shares: dict[int, Share], turn: Turn | None, *, learn: bool) -> Closing:
+        return Closing(
+            self._wiring.control.trace,
+            self._used(),
+            tuple(self._seen) if learn else (),
+            tuple(sorted(self._late)),
+            tuple(n for i, share in shares.items() for n in (i, share.count, share.came_dense)),
+            buffers=turn.tell() if turn else b"",
+        )
+
+    def _receive(self, tally: Tally, turn: Turn | None) -> None:
+        """Wait for everything that is on its way."""
+        if turn and not tally.failed:
+            self._send_buffers(turn, tally)
+        self._land(surely=bool(tally.failed))
+        if turn:
+            turn.take()
+        if not tally.failed:
+            self._add_late(tally.late)
+
+    def _refuse(self, tally: Tally) -> None:
+        """Raise, on every rank alike, if this backward cannot be used."""
+        if tally.failed:
+            self._phase = Phase.DONE
+            self._step_anyway(tally.outcome)
+            raise peer_failed(self.step, tally.failed, is_stepped=self._wiring.consumer is not None)
+        error: PacelineError | None = mixed_up(self.step) if tally.is_mixed_up else None
+        if self._wiring.unused == "error":
+            error = error or tally.unused()
+        if error is not None:
+            self._phase = Phase.DONE
+            self._wiring.control.trace = 0
+            self._step_anyway(tally.outcome)
+            raise error
 
     def abandon(self, failure: str) -> None:
         """End a backward that has raised here: tell the others, and leave no collective of theirs
@@ -476,20 +434,25 @@ class SyncedBackward:
             raise TooLate(failure)
         if not self._agreed:
             self._agree(TELL_SECONDS)
-        stuck = self.is_out_of_step
+        self._find_skipped(TELL_SECONDS, failed=True)
         with torch.no_grad():
-            while len(self._flights) < len(self._waiting) and not stuck:
-                self._send_next(empty=True)
-            trace = self._wiring.control.trace
-            closings = self._close(Closing(trace, self._used(), failure=failure, stuck=stuck), TELL_SECONDS)
+            self._send_empty()
+            trace, stuck = self._wiring.control.trace, self.is_out_of_step
+            tally = self._close(Closing(trace, self._used(), failure=failure, stuck=stuck), TELL_SECONDS)
             self._phase = Phase.DONE
-            if not any(closing.stuck for closing in closings):
+            if not tally.is_stuck:
                 self._land(surely=True)
-                self._step_anyway(self._outcome(closings))
+                self._step_anyway(tally.outcome)
+
+    def _send_empty(self) -> None:
+        """Send what is left, empty. If the hook raises on that as well, the others hear it in the closing."""
+        with contextlib.suppress(Exception):
+            while len(self._flights) < len(self._waiting) and not self.is_out_of_step:
+                self._send_next(empty=True)
 
     def _step_anyway(self, outcome: Outcome) -> None:
         """Let an optimizer inside backward go on after a failure: it has begun, on every rank."""
-        if self._wiring.consumer is not None:
+        if self._wiring.consumer is not None and not self.is_behind:
             for flight in self._flights:
                 if not flight.is_consumed:
                     self._put_back(flight.packet, outcome.missing_everywhere)
@@ -510,12 +473,9 @@ class SyncedBackward:
     def _confirm(self, told: Round) -> list[Round]:
         return [Round.unpack(frame) for frame in self._exchange(b"round", told.pack())]
 
-    def _exchange(self, kind: bytes, frame: bytes, seconds: float | None = None) -> list[bytes]:
-        self._wiring.control.post(self._topic(kind), frame)
-        return self._collect(kind, seconds)
-
-    def _close(self, closing: Closing, seconds: float | None = None) -> list[Closing]:
-        return [Closing.unpack(frame) for frame in self._exchange(b"closing", closing.pack(), seconds)]
+    def _close(self, closing: Closing, seconds: float | None = None) -> Tally:
+        frames = self._exchange(b"closing", closing.pack(), seconds)
+        return Tally([Closing.unpack(frame) for frame in frames], self._layout.plan, self.step, self.active)
 
     def _buffers_due(self) -> Turn | None:
         """Return the turn of the buffers that are made equal at the end of this backward."""
@@ -524,79 +484,31 @@ class SyncedBackward:
         with_forward = self._wiring.joining is not None
         return None if buffers is None else buffers.turn_after_backward(self.step, with_forward=with_forward)
 
-    def _send_buffers(self, turn: Turn, closings: Sequence[Closing]) -> None:
-        turn.send([closing.buffers for closing in closings], self.active[0])
+    def _send_buffers(self, turn: Turn, tally: Tally) -> None:
+        turn.send([closing.buffers for closing in tally.closings], self.active[0])
         self.record.counts(turn.tensors, turn.messages)
 
     def _buffers_differ(self, turn: Turn) -> RanksDisagree:
         end = "" if self._wiring.consumer else " The gradients were dropped on every rank."
         return turn.dispute(lambda frame: self._exchange(b"buffers", frame), f"step {self.step}: ", end)
 
-    def _end_with_failure(self, outcome: Outcome, failed: dict[int, str]) -> None:
-        """Raise what another rank has said."""
-        self._phase = Phase.DONE
-        self._step_anyway(outcome)
-        raise _peer_failed(self.step, failed, is_stepped=self._wiring.consumer is not None)
-
     def _used(self) -> bytes:
         """Mark the parameters that have something to add: from this backward, or from earlier ones in
         no_sync().
         """
-        order = self._layout.plan.order
-        if len(self._seen) == len(order):
+        members = self._layout.plan.members
+        if len(self._seen) == len(members):
             return b""
         used = bytearray(len(self._layout.plan.specs))
-        for index in order:
+        for index in members:
             used[index] = index in self._seen or index in self._local
         return bytes(used)
-
-    def _missing(self, closings: Sequence[Closing]) -> dict[int, tuple[int, ...]]:
-        """Return, for each parameter that some rank has not used, these ranks."""
-        if not any(closing.used for closing in closings):
-            return {}
-        holes = [(rank, closing.used) for rank, closing in enumerate(closings) if closing.used]
-        missing = {
-            index: tuple(rank for rank, used in holes if not used[index])
-            for index in self._layout.plan.members
-        }
-        return {index: ranks for index, ranks in missing.items() if ranks}
-
-    def _outcome(self, closings: Sequence[Closing]) -> Outcome:
-        missing = self._missing(closings)
-        everywhere = (index for index, ranks in missing.items() if len(ranks) == len(closings))
-        sparse = frozenset(index for closing in closings for index in closing.sparse[::3])
-        return Outcome(
-            missing,
-            frozenset(everywhere),
-            next((closing.arrival for closing in closings if closing.arrival), ()),
-            sparse.intersection(self._layout.plan.order),
-        )
-
-    def _check_unused(self, closings: Sequence[Closing]) -> None:
-        if self._wiring.unused == "error" and (missing := self._missing(closings)):
-            missing = {index: tuple(r for r in ranks if r in self.active) for index, ranks in missing.items()}
-            missing = {index: ranks for index, ranks in missing.items() if ranks}
-            if missing:
-                self._phase = Phase.DONE
-                raise self._unused(missing)
-
-    def _unused(self, missing: dict[int, tuple[int, ...]]) -> UnusedParameters:
-        named = {self._layout.plan.specs[index].name: ranks for index, ranks in sorted(missing.items())}
-        shown = [f"{name} ({name_ranks(ranks)})" for name, ranks in named.items()]
-        return UnusedParameters(
-            f"step {self.step}: unused='error', and these parameters got no gradient in this backward: "
-            f"{name_some(shown)}. Use them in the loss, freeze them, or replicate with unused='allow'. The "
-            "gradients were dropped on every rank.",
-            named,
-        )
 
     def _add_late(self, late: Sequence[int]) -> None:
         """Reduce gradients that came, on some rank, after their bucket was out, and add them to it."""
         for index in late:
-            place, _ = self._layout.route[index]
-            shelf = self._layout.shelves[place]
-            position = shelf.indices.index(index)
-            view, parameter = self._packets[place].views[position], shelf.parameters[position]
+            place, position = self._layout.place_of(index)
+            view, parameter = self._packets[place].views[position], self._layout.parameters[index]
             mine = parameter.grad if index in self._late else None
             flat = torch.zeros_like(view) if mine is None else mine.clone(memory_format=torch.preserve_format)
             view.add_(self._reduce_late(flat.contiguous()).view_as(view))
@@ -613,40 +525,32 @@ class SyncedBackward:
 
     def _shares(self) -> dict[int, Share]:
         """Bring this rank's sparse gradients into the form in which they travel."""
+        if self._joined:
+            return {}
         parameters = self._layout.parameters
-        apart = {
-            i: parameters[i].grad for i in self._layout.plan.sparse if i in self._seen or i in self._local
-        }
-        return {i: Share(gradient, parameters[i]) for i, gradient in {**apart, **self._aside}.items()}
+        # Those of earlier backwards as well: if another rank has added to one, all of it is reduced anew.
+        there = {i: parameters[i].grad for i in self._layout.plan.sparse if parameters[i].grad is not None}
+        gradients = {**there, **self._aside}
+        return {index: Share(gradient, parameters[index]) for index, gradient in gradients.items()}
 
-    def _gather_rows(self, shares: dict[int, Share], closings: Sequence[Closing]) -> dict[int, torch.Tensor]:
+    def _gather_rows(self, shares: dict[int, Share], tally: Tally) -> dict[int, torch.Tensor]:
         """Return the reduced gradients of all parameters that had a sparse one on some rank."""
         way = way_of(self._wiring.hook)
-        if not any(closing.sparse for closing in closings) or way == "own":
+        if way == "own" or not any(tally.rows):
             return dict(self._aside)
-        told = [_triples(closing.sparse) for closing in closings]
         divisor = self._comm.divisor if way == "mean" else 1
-        rows = {}
-        for index in sorted(set().union(*told)):
-            share = shares.get(index) or Share(None, self._layout.parameters[index])
-            counts = [rank.get(index, (0, False))[0] for rank in told]
-            gradient = share.gather(counts, self._comm, divisor)
-            is_dense = any(rank.get(index, (0, False))[1] for rank in told)
-            rows[index] = gradient.to_dense() if is_dense else gradient
-        self._add_dense(rows, told, closings)
-        return rows
-
-    def _add_dense(
-        self, rows: dict[int, torch.Tensor], told: Sequence[dict[int, Any]], closings: Sequence[Closing]
-    ) -> None:
-        """Add what other ranks have put into the slot of a gradient that was sparse here, or the reverse."""
+        told = [
+            {index: rows for index, rows in rank.items() if index not in tally.outcome.missing_everywhere}
+            for rank in tally.rows
+        ]
+        rows = gather_rows(shares, told, self._layout.parameters, self._comm, divisor)
         for index in rows.keys() & set(self._layout.plan.order):
-            used = [not closing.used or bool(closing.used[index]) for closing in closings]
-            if all(index in rank for rank, uses in zip(told, used, strict=True) if uses):
-                continue
-            place, _ = self._layout.route[index]
-            view = self._packets[place].views[self._layout.shelves[place].indices.index(index)]
-            rows[index] = view.add(rows[index])
+            users = [rank for rank in range(len(tally.closings)) if tally.is_used(index, rank)]
+            if not all(index in tally.rows[rank] for rank in users):
+                # Somebody has put a dense gradient into the slot.
+                place, position = self._layout.place_of(index)
+                rows[index] = self._packets[place].views[position].add(rows[index])
+        return rows
 
     # ---- gradients are handed out ----------------------------------------------------------------
 
@@ -678,14 +582,7 @@ class SyncedBackward:
         if self._wiring.consumer is None:
             return
         rest = [i for i in self._layout.plan.members if i not in self.settled and i not in untouched]
-        self.settled.update(rest)
-        self._wiring.consumer([self._layout.parameters[index] for index in rest])
-
-
-def _triples(numbers: Sequence[int]) -> dict[int, tuple[int, bool]]:
-    """Read what a closing frame says of sparse gradients: for each, how many rows, and if it was dense."""
-    threes = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-    return {index: (count, bool(dense)) for index, count, dense in threes}
+        self._step_on(rest, self._wiring.consumer)
 
 
 def _set_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -695,27 +592,3 @@ def _set_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
         gradient.data.copy_(value)
     else:
         parameter.grad = value
-
-
-def _peer_failed(step: int, failed: dict[int, str], *, is_stepped: bool = False) -> PeerFailed:
-    rank, text = min(failed.items())
-    others = f" ({name_ranks(sorted(failed)[1:])} failed too)" if len(failed) > 1 else ""
-    end = (
-        "The optimizer runs inside backward and has made this step with what was there, so the weights are "
-        f"equal on every rank, but the step lacks gradients. Mend the cause on rank {rank}, and load the "
-        "last checkpoint."
-        if is_stepped
-        else f"The gradients of this step were dropped on every rank. Mend the cause on rank {rank}, or "
-        "catch this on every rank and go on with the next step."
-    )
-    return PeerFailed(
-        f"step {step}: rank {rank} raised during its backward{others}: {text}\n{end}", rank, text
-    )
-
-
-def _exhausted(ranks: Sequence[int]) -> InputsExhausted:
-    return InputsExhausted(
-        f'{name_ranks(ranks)} ran out of batches, and join(early="stop") ends the loop on every rank then. '
-        "The gradients of this step were dropped on every rank.",
-        ranks,
-    )

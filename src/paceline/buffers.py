@@ -239,7 +239,7 @@ class Place:
     def buffer(self) -> torch.Tensor | None:
         """What is there now."""
         owner = self._owner()
-        return None if owner is None else owner._buffers.get(self._key)
+        return None if owner is None else getattr(owner, self._key, None)
 
     def is_void(self) -> bool:
         """Tell whether no rank had anything here when they were last equal, and nothing has come since."""
@@ -307,7 +307,7 @@ def _keys(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     return [
         (f"{prefix}.{key}".lstrip("."), owner, key)
         for prefix, owner in module.named_modules()
-        for key in owner._buffers
+        for key, _ in owner._buffers.items()  # a scripted module's yields pairs, whatever one asks it for
     ]
 
 

@@ -199,11 +199,7 @@ def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
 
 
 def cpu_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that moves CPU tensors: the same one if it can, else a new Gloo
-    group.
-    """
-    if backend_of(group, "cpu") is not None:
-        return group
+    """Make a Gloo group of the same ranks, whose collectives are in nobody's way."""
     twin: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
     )

@@ -7,7 +7,6 @@ have nothing left to do; docs/from-ddp.md goes through them one by one.
 
 import copy
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,21 +16,22 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
-from paceline.backward import Joining
+from paceline.agreement import or_refuse
 from paceline.buffer_hooks import BufferHook
 from paceline.buffer_policies import Policies
 from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm, GroupComm
+from paceline.ddp_arguments import caps_from, delayed_names, deprecated, move_to, single_device, syncs_buffers
 from paceline.errors import words_of
 from paceline.fused_optim import StepEach, StepInBackward
 from paceline.hooks import FromTorch, Hook, average, in_dtype
-from paceline.joining import WrapperJoinHook, last_of
+from paceline.joining import WrapperJoin, WrapperJoinHook, last_of
 from paceline.logging_data import Notes, logging_data
-from paceline.plan import Caps
 from paceline.precision import Precision
 from paceline.reducer import Reducer
 from paceline.remote import current_context
-from paceline.replication import Replica, Settings, check_names, comm_for, reducing_in
+from paceline.replication import Replica, comm_for
+from paceline.settings import Settings, reducing_in
 from paceline.torch_names import (
     BROADCAST_NBYTES,
     ReducerFace,
@@ -40,6 +40,7 @@ from paceline.torch_names import (
     trained,
 )
 from paceline.torch_private import take_over_optimizers
+from paceline.wiring import Joining
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -70,9 +71,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
-        self.device_ids, self.output_device = _single_device(module, device_ids, output_device)
+        comm = comm_for(process_group, device_mesh)
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -81,50 +80,60 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         if check_reduction:
-            _deprecated("check_reduction has no effect; leave it out")
-        self.forward_sync_buffers = _syncs_buffers(broadcast_buffers, forward_sync_buffers)
+            deprecated("check_reduction has no effect; leave it out")
+        self.forward_sync_buffers = syncs_buffers(broadcast_buffers, forward_sync_buffers)
         self.require_forward_param_sync = True
         self._sync_by_default = True
         self._joining = Joining("initial")
         self._notes = Notes()
         self._buffer_hook: BufferHook | None = None
-        self._precision = None if mixed_precision is None else Precision.of(mixed_precision)
-        self._settings = Settings(
-            caps=_caps(bucket_cap_mb, bucket_cap_mb_list),
-            hook=reducing_in(self._precision, average, module),
-            precision=self._precision,
-            take_state=init_sync,
-            buffers=Policies.of("before_saving"),  # or whenever this wrapper asks
-            forward_sync_buffers=self.forward_sync_buffers,
-            left_out=frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
-            delayed=_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
-            skip_unused=skip_all_reduce_unused_params,
-        )
+
+        def read() -> Settings:
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}"
+                )
+            self.device_ids, self.output_device = single_device(module, device_ids, output_device)
+            precision = None if mixed_precision is None else Precision.of(mixed_precision)
+            return Settings(
+                caps=caps_from(bucket_cap_mb, bucket_cap_mb_list),
+                hook=reducing_in(precision, average, module),
+                precision=precision,
+                take_state=init_sync,
+                buffers=Policies.of("before_saving"),  # or whenever this wrapper asks
+                forward_sync_buffers=self.forward_sync_buffers,
+                left_out=frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
+                delayed=delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
+                skip_unused=skip_all_reduce_unused_params,
+            )
+
+        self._settings = or_refuse(comm, read)
         self.parameters_to_ignore = set(self._settings.left_out)
         self.bucket_bytes_cap_list = list(self._settings.caps.nbytes) if bucket_cap_mb_list else []
         self.broadcast_bucket_size = BROADCAST_NBYTES
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module = module
-        self._release(module)
-        self._attach(comm_for(process_group, device_mesh))
+        self._attach(comm)
         self._lazy_init_ran = False
 
     @staticmethod
-    def _release(module: nn.Module) -> None:
-        """Take a module over from an earlier wrapper: the newest one counts."""
-        earlier = _wrappers.get(module.module if isinstance(module, DistributedDataParallel) else module)
-        if earlier is not None and earlier._replica is not None:
-            earlier._replica.detach()
+    def _earlier(module: nn.Module) -> Replica | None:
+        """Return what an earlier wrapper has attached to a module: the newest wrapper takes it over."""
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        reference = _wrappers.get(inner)
+        wrapper = reference() if reference is not None else None
+        return wrapper._replica if wrapper is not None else None
 
     def _attach(self, comm: Comm, original: Replica | None = None) -> None:
         self._group = _GroupReference(comm.group if isinstance(comm, GroupComm) else None)
-        self._replica: Replica | None = Replica(self.module, comm, self._settings, original)
+        earlier = self._earlier(self.module)
+        self._replica: Replica | None = Replica(self.module, comm, self._settings, original, earlier)
         self._replica.wrapper = weakref.ref(self)
         self.require_backward_grad_sync = self._sync_by_default
-        if self._precision is not None:
-            mark_precision(self.module, self._precision.param, self._settings.left_out)
-        _wrappers[self.module] = self
+        if self._settings.precision is not None:
+            mark_precision(self.module, self._settings.precision.param, self._settings.left_out)
+        _wrappers[self.module] = weakref.ref(self)
         # The wrapper is the user's handle: when it goes, the module is plain again and may be wrapped anew.
         weakref.finalize(self, self._replica.detach).atexit = False
 
@@ -191,21 +200,38 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; buffers are made equal first, as torch does."""
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"), self._timed():
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Prepare a forward, and move its inputs to the device."""
         if self._replica is None and torch.is_grad_enabled():
             self._attach(comm_for(self._group.group, None))
         if not self._lazy_init_ran:
             self._take_over_optimizers()
         if self._engine is not None:
-            self._engine.context = current_context()
+            self._engine.note_context(current_context())
         self._before_forward()
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            inputs, kwargs = _move(inputs, device), _move(kwargs, device)
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"), self._timed():
-            output = self.module(*inputs, **kwargs)
+        if not self.device_ids:
+            return inputs, kwargs
+        return self.to_kwargs(inputs, kwargs, self.device_ids[0])
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module itself. Subclasses that call something else of it override this."""
+        return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        """End a forward."""
         self._after_forward()
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         return output
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[Any, Any]:
+        """Move inputs to a device."""
+        device = torch.device(self.device_type, device_id)
+        return move_to(device, inputs), move_to(device, kwargs)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -262,7 +288,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._set_hook(hooks[comm_hook_type.name], str(comm_hook_type))
 
     def _set_hook(self, hook: Hook, name: str) -> None:
-        if self._precision is not None:
+        if self._settings.precision is not None:
             raise ValueError(
                 "mixed_precision reduces by a hook of its own, so no other communication hook can be "
                 "registered; leave one of them out"
@@ -350,10 +376,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Train inside although the ranks have different numbers of batches."""
-        if self._join_config.enable:
-            raise RuntimeError("join() inside join(): end the outer block first")
-        return Join(
-            [self],
+        return WrapperJoin(
+            self,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -376,10 +400,18 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def begin_join(self, joining: Joining) -> None:
         """Remember how ranks that run out are treated. Called when torch's ``Join`` is made."""
+        replica = self._live_replica()
+        if replica.is_joining:
+            raise RuntimeError("join() inside join(): end the outer block first")
         if self._engine is not None:
             self._engine.check_may_join()
         self._joining = joining
         self._notes.has_joined = True
+
+    def leave_join(self) -> None:
+        """Forget the block, however it has ended."""
+        self._join_config = type(self._join_config).construct_disabled_join_config()
+        self._live_replica().leave_join()
 
     def meet_in_join(self, *, joined: bool) -> bool:
         """Agree on one iteration inside ``join()``: whose buffers are taken, and if a reduction follows.
@@ -458,9 +490,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with the ranks of another group. Every rank of it calls this."""
-        comm = comm_for(new_process_group, None)
-        self._live_replica().change_group(comm)
-        self._group = _GroupReference(comm.group if isinstance(comm, GroupComm) else None)
+        replica = self._live_replica()
+        replica.change_group(new_process_group)
+        self._group = _GroupReference(replica.comm.group if isinstance(replica.comm, GroupComm) else None)
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
@@ -504,7 +536,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int]) -> Any:
         """Move inputs to the one device."""
         device = torch.device(self.device_type, device_ids[0])
-        return [_move(inputs, device)], [_move(kwargs, device)]
+        return [move_to(device, inputs)], [move_to(device, kwargs)]
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Return the one device's output."""
@@ -514,7 +546,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the engine behind: what is loaded starts its own at the first forward with gradients."""
-        return {**self.__dict__, "_replica": None}
+        hook = self._replica.hook if self._replica is not None else self._settings.hook
+        return {
+            **self.__dict__,
+            "_replica": None,
+            "_settings": dataclasses.replace(self._settings, hook=hook),
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":
         """Copy the module; the copy is watched from the start, and no rank has to wait for the others."""
@@ -527,8 +564,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         return twin
 
 
-# The newest wrapper of each module.
-_wrappers: weakref.WeakKeyDictionary[nn.Module, DistributedDataParallel] = weakref.WeakKeyDictionary()
+# The newest wrapper of each module. Weak on both sides: a wrapper holds its module.
+_wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]
+_wrappers = weakref.WeakKeyDictionary()
 
 
 class _GroupReference:
@@ -542,74 +580,3 @@ class _GroupReference:
 
     def __reduce__(self) -> Any:
         return (_GroupReference, ())
-
-
-def _deprecated(message: str) -> None:
-    warnings.warn(message, FutureWarning, stacklevel=3)
-
-
-def _syncs_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    if broadcast_buffers is None:
-        return forward_sync_buffers is None or forward_sync_buffers
-    _deprecated(
-        "broadcast_buffers is deprecated: use forward_sync_buffers, which means the same here"
-        if forward_sync_buffers is None
-        else "broadcast_buffers is deprecated, and ignored because forward_sync_buffers is given"
-    )
-    return broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-
-
-def _delayed(module: nn.Module, named: Any, trigger: Any) -> frozenset[str]:
-    """Check torch's arguments for delayed parameters. They go out last, so nobody has to be told when."""
-    if (named is None) != (trigger is None):
-        raise ValueError(
-            "give delay_all_reduce_named_params and param_to_hook_all_reduce together, or neither"
-        )
-    names = [name for name, _ in named or ()]
-    check_names(module, "delay_all_reduce_named_params", names, [*module.named_parameters()])
-    return frozenset(names)
-
-
-def _caps(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
-    if cap_mb is not None and caps_mb is not None:
-        raise ValueError(f"give bucket_cap_mb ({cap_mb}) or bucket_cap_mb_list ({list(caps_mb)}), not both")
-    if caps_mb is not None:
-        return Caps.of_mib(caps_mb)
-    return Caps() if cap_mb is None else Caps.of_mib([cap_mb])
-
-
-def _single_device(
-    module: nn.Module,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[list[int] | None, int | None]:
-    """Check torch's device arguments: one GPU that holds the whole module, or nothing."""
-    if not device_ids and output_device is None:
-        return None, None
-    devices = sorted({str(p.device) for p in module.parameters()})
-    if not device_ids or len(device_ids) != 1 or len(devices) != 1 or devices[0] == "cpu":
-        raise ValueError(
-            f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU, but "
-            f"this one is on {', '.join(devices) or 'no device'}. Leave both out, or move the module to "
-            "that one GPU first"
-        )
-    first = _index(device_ids[0])
-    return [first], first if output_device is None else _index(output_device)
-
-
-def _index(device: int | torch.device | str) -> int:
-    index = device if isinstance(device, int) else torch.device(device).index
-    return torch.cuda.current_device() if index is None else index
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    """Move every tensor in nested containers to a device; leave everything else as it is."""
-    if isinstance(value, torch.Tensor) or type(value).__name__ == "PackedSequence":
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_move(item, device) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, _move(item, device)) for key, item in value.items())
-    return value

@@ -123,7 +123,7 @@ def _buffers(facts: Facts) -> str:
 
 
 def _when(policy: Policy) -> str:
-    return WHEN[policy] if isinstance(policy, str) else f"made rank 0's at every {policy}th reduced backward"
+    return WHEN[policy] if isinstance(policy, str) else f"made rank 0's at one in {policy} reduced backwards"
 
 
 def _precision(facts: Facts) -> str:

@@ -4,12 +4,16 @@ So the gradients of the whole model never exist at once. What needs all of them 
 their common norm, cannot be had with it.
 """
 
-import copy
+import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
+
+from paceline.errors import name_some
+from paceline.reducer import Reducer
+from paceline.torch_private import before_clipping
 
 Per = Literal["bucket", "parameter"]
 
@@ -41,17 +45,16 @@ class StepInBackward:
 
     def _step(self, parameters: Sequence[torch.Tensor]) -> None:
         chosen = {id(p) for p in parameters}
-        # The same state and the settings of this moment (a scheduler may have changed them), but only some
-        # of the parameters.
-        part: Any = copy.copy(self.optimizer)
-        part.param_groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in chosen]}
-            for group in self.optimizer.param_groups
-        ]
-        part.param_groups = [group for group in part.param_groups if group["params"]]
-        if part.param_groups:
-            with torch.enable_grad():
-                type(self.optimizer).step(part)
+        groups = self.optimizer.param_groups
+        parts = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
+        # For the moment of a step the optimizer has these parameters only, with its state and its settings.
+        self.optimizer.param_groups = [part for part in parts if part["params"]]
+        try:
+            if self.optimizer.param_groups:
+                with torch.enable_grad():
+                    self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
         for parameter in parameters:
             parameter.grad = None
 
@@ -72,3 +75,32 @@ class StepEach:
                 for optimizer in own:
                     optimizer.step()
             parameter.grad = None
+
+
+class NormGate:
+    """Stands before ``clip_grad_norm_``: it would find no gradients, and say so to nobody."""
+
+    def __init__(self) -> None:
+        self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+    def add(self, reducer: Reducer) -> None:
+        """Refuse to clip the gradients of this reducer while an optimizer inside backward has them."""
+        if not self._reducers:
+            before_clipping(self._check)
+        self._reducers.add(reducer)
+
+    def _check(self, parameters: Sequence[torch.Tensor]) -> None:
+        given = {id(parameter) for parameter in parameters}
+        for reducer in self._reducers:
+            if reducer.wiring.consumer is None:
+                continue
+            names = [name for name, p in reducer.named() if id(p) in given and p.grad is None]
+            if names:
+                raise ValueError(
+                    "clip_grad_norm_() needs all gradients at once, but the optimizer inside backward has "
+                    f"stepped and freed these: {name_some(names)}. Step after backward(), or clip by value "
+                    "in the loss"
+                )
+
+
+norm_gate = NormGate()

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
-from paceline.backward import Joining
 from paceline.replication import Replica, replica
+from paceline.wiring import Joining
 
 
 @contextlib.contextmanager
@@ -42,11 +42,13 @@ def join(
             stack.enter_context(each.joining(Joining(divide_by, early)))
         try:
             yield
+            _keep_company(replicas)
         except BaseException as error:
+            for each in replicas:
+                each.open_failure(error)
             for each in replicas:
                 each.tell_failure(error)
             raise
-        _keep_company(replicas)
 
 
 def _keep_company(replicas: Sequence[Replica]) -> None:
@@ -60,6 +62,23 @@ def _keep_company_once(replicas: Sequence[Replica]) -> bool:
     """Match one iteration of the others, a backward for each module; tell if some had a batch."""
     rounds = [each.keep_company() for each in replicas]
     return any(rounds)
+
+
+class WrapperJoin(Join):
+    """torch's ``Join`` around one wrapper, which is told when the block has ended, however it ends."""
+
+    def __init__(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__([wrapper], *args, **kwargs)
+        self._wrapper = wrapper
+
+    def __enter__(self) -> None:
+        replica(self._wrapper).enter_join()
+
+    def __exit__(self, *reason: Any) -> None:
+        try:
+            super().__exit__(*reason)
+        finally:
+            self._wrapper.leave_join()
 
 
 class WrapperJoinHook(JoinHook):

@@ -71,7 +71,7 @@ def _check(rounds: Sequence[Round], step: int) -> None:
     if 0 < len(going_on) < len(rounds):
         raise RanksDisagree(
             f"step {step}: the hook starts more collectives on {name_ranks(going_on)} than on the others. "
-            "A hook has to do the same on every rank. No gradient of this replica can be reduced any more."
+            "A hook has to do the same on every rank. Nothing can be reduced over this group any more."
         )
 
 
@@ -80,8 +80,8 @@ def hook_failed(step: int, failed: dict[int, str]) -> PeerFailed:
     rank, text = min(failed.items())
     return PeerFailed(
         f"step {step}: the communication hook raised on {name_ranks(sorted(failed))}: {text}\nThe ranks' "
-        "collectives do not match any more, so no gradient of this replica can be reduced again. Mend the "
-        "hook and start anew.",
+        "collectives do not match any more, so nothing can be reduced over this group again. Mend the hook "
+        "and start anew.",
         rank,
         text,
     )

@@ -161,7 +161,7 @@ def _runtime(replica: Replica) -> Data:
 def _durations(prefix: str, times: Times) -> Data:
     return {
         f"{prefix}forward_compute_time": _ns(times.forward_seconds),
-        f"{prefix}backward_compute_time": _ns(_sum(times.computation_seconds, times.waiting_seconds)),
+        f"{prefix}backward_compute_time": _ns(times.computation_seconds),
         f"{prefix}backward_comm_time": _ns(times.communication_seconds),
         f"{prefix}backward_compute_comm_overlap_time": _ns(times.overlapped_seconds),
     }
@@ -210,10 +210,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _join(values: Any) -> str:
     return ", ".join(str(value) for value in values)
-
-
-def _sum(first: Seconds, second: Seconds) -> Seconds:
-    return None if first is None or second is None else first + second
 
 
 def _ns(seconds: Seconds) -> int:

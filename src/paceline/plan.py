@@ -133,6 +133,7 @@ class Plan:
     caps: Caps = field(default_factory=Caps)
     wishes: Wishes = field(default_factory=Wishes)
     sparse: tuple[int, ...] = ()  # the trained parameters without a slot
+    basis: tuple[int, ...] = ()  # the order that it was made from
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -230,7 +231,7 @@ def plan_buckets(
     groups = sorted(_cut(specs, caps, usual), key=lambda group: group[-1][0])
     groups += _cut(specs, NO_CAP, delayed)
     buckets = tuple(_bucket(i, specs, [p for _, p in group]) for i, group in enumerate(groups))
-    return Plan(tuple(specs), buckets, caps, wishes, sparse)
+    return Plan(tuple(specs), buckets, caps, wishes, sparse, tuple(order))
 
 
 def _cut(specs: Sequence[Spec], caps: Caps, order: Sequence[int]) -> Iterator[list[tuple[int, int]]]:

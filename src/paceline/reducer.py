@@ -13,17 +13,9 @@ from typing import Any
 
 import torch
 
-from paceline.backward import (
-    Consumer,
-    Joining,
-    Layout,
-    LocalBackward,
-    Outcome,
-    SyncedBackward,
-    TooLate,
-    Wiring,
-)
+from paceline.backward import LocalBackward, SyncedBackward, TooLate
 from paceline.clocks import clocks_for
+from paceline.comm import Comm
 from paceline.errors import (
     InputsExhausted,
     PeerFailed,
@@ -38,8 +30,11 @@ from paceline.hooks import Hook, StatefulHook, name_of
 from paceline.plan import Caps, Plan, Spec, Wishes, plan_buckets
 from paceline.recorder import Recorder, is_counted
 from paceline.remote import Context
+from paceline.shelf import Layout
 from paceline.stats import Stats
-from paceline.torch_private import accumulator_of, engine_watch
+from paceline.tally import Outcome
+from paceline.torch_private import accumulator_of, agent_is_set, engine_watch
+from paceline.wiring import Consumer, Joining, Wiring
 
 Named = tuple[str, torch.nn.Parameter]
 
@@ -55,11 +50,12 @@ class Reducer:
         self._wiring = wiring
         self.name = wiring.name
         self._caps = caps
-        self._wishes = wishes or Wishes()
+        self._wishes = self._first_wishes = wishes or Wishes()
         self.step = 0  # reduced backwards that were started, failed ones included
         self.sync = True  # no_sync() switches it off
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
         self.context: Context | None = None  # of distributed autograd, if the next backward is its
+        self._is_remote = False  # the present backward is one of distributed autograd
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         self._local: set[int] = set()  # parameters whose gradient only this rank has
         self._held: set[int] = set()  # parameters that autograd comes back to within one backward
@@ -67,9 +63,8 @@ class Reducer:
         self._armed = False
         self._kept_company = False  # since it ran out of batches
         self._awaited: list[Any] = []  # futures of a buffer hook
-        self._lost: PeerLost | PeerFailed | RanksDisagree | None = None  # why nothing can be reduced any more
+        self._peer_lost: PeerLost | None = None
         self._broken = ""  # how this rank failed when the others could not be told any more
-        self._told = 0  # which exception, by id, the others were told of inside accumulate()
         self._closed = False  # the present backward has been closed here
         self._plan_is_guess = True
         self._plan_is_disputed = False
@@ -81,7 +76,6 @@ class Reducer:
         self.recorder = Recorder(clocks_for(self._parameters))
         self._watch()
         self._plan_from_scratch()
-        self._bind(wiring.hook)
         engine_watch.add(self)
 
     # ---- the parameters --------------------------------------------------------------------------
@@ -118,11 +112,17 @@ class Reducer:
         self._left_out = [p for index, p in enumerate(self._parameters) if index not in planned]
         self._misses.clear()
         self._backwards_on_plan = 0
+        self._note_plan()
+
+    def _note_plan(self) -> None:
+        """Let the hook know the order that it has to save."""
+        if isinstance(self._wiring.hook, StatefulHook) and not self._plan_is_guess:
+            self._wiring.hook.planned = tuple(self._names[index] for index in self.plan.basis)
 
     def _plan_from_scratch(self) -> None:
         """Plan as at the start: what every rank can do alike, whatever came before."""
-        self._set_plan(self._plan_for(self._trainable()[::-1]))
         self._plan_is_guess = True
+        self._set_plan(self._plan_for(self._trainable()[::-1]))
         self._plan_is_disputed = False
         self._unused_last = frozenset()
 
@@ -134,6 +134,7 @@ class Reducer:
         if self._plan_is_disputed:
             self._plan_from_scratch()
             return
+        self._take_saved_plan()
         frozen = any(not self._parameters[index].requires_grad for index in self._unused_last)
         if not frozen and not any(parameter.requires_grad for parameter in self._left_out):
             return
@@ -143,6 +144,18 @@ class Reducer:
         self._set_plan(self._plan_for([*kept, *new]))
         self._plan_is_guess = True
 
+    def _take_saved_plan(self) -> None:
+        """Go on with the plan of a saved run, where a hook's memory depends on it."""
+        hook = self._wiring.hook
+        if not isinstance(hook, StatefulHook) or hook.plan_to_take is None:
+            return
+        places = {name: index for index, name in enumerate(self._names)}
+        order = [places[name] for name in hook.plan_to_take if name in places]
+        hook.plan_to_take = None
+        if sorted(order) == sorted(self.plan.members):
+            self._plan_is_guess = False
+            self._set_plan(self._plan_for(order))
+
     # ---- a backward ------------------------------------------------------------------------------
 
     def _open(self, first: int) -> SyncedBackward | LocalBackward:
@@ -150,8 +163,13 @@ class Reducer:
         backward: SyncedBackward | LocalBackward
         if self.context is not None and not self.context.holds(self._parameters[first]):
             self.context = None  # an ordinary backward inside of it
+        # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
+        self._is_remote = self.context is not None or (
+            self._parameters[first].grad is None and agent_is_set()
+        )
         if self.wants_sync:
-            backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=self.context is not None)
+            with self._settling_contexts():
+                backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=self._is_remote)
         else:
             backward = self._backward = LocalBackward(self._local)
             self.recorder.counts_local()
@@ -163,9 +181,7 @@ class Reducer:
     def _start_synced(
         self, *, in_graph: bool = False, hold: bool = False, joined: bool = False, failure: str = ""
     ) -> SyncedBackward:
-        if self._lost is not None:
-            rank = getattr(self._lost, "rank", -1)
-            raise PeerLost(f"no reduction is possible any more: {self._lost}", rank) from self._lost
+        self.check_usable()
         if self._broken and not failure:
             failure = (
                 f"this rank failed while gradients were handed out, so its weights are behind: {self._broken}"
@@ -175,7 +191,8 @@ class Reducer:
         record = self.recorder.start(
             self.step, in_backward=engine_watch.inside(), is_counted=is_counted(self._wiring.hook)
         )
-        backward = SyncedBackward(self._wiring, self._layout, record, self._local, self._held)
+        local = self._local if self.context is None else set()
+        backward = SyncedBackward(self._wiring, self._layout, record, local, self._held)
         self._backward = backward
         with self._noting_lost_peers():
             backward.open(in_graph=in_graph, hold=hold, joined=joined, failure=failure)
@@ -190,8 +207,23 @@ class Reducer:
         # A callback queued inside a nested backward would fire at the nested end; on_nested_end() queues it
         # on the outer one instead.
         self._armed = not engine_watch.nested()
+        if not self._armed:
+            self.hurry()
         if self._armed:
-            engine_watch.call_at_end(self)
+            others = engine_watch.call_at_end(self)
+            for reducer in (*others, self) if others else ():
+                reducer.hurry()
+            if others and self._wiring.joining is not None:
+                raise RuntimeError(
+                    "join(): one backward reaches several models, and a rank that has run out of batches "
+                    "could not follow. Run one backward for each model, in the order given to join()"
+                )
+
+    def hurry(self) -> None:
+        """Put nothing off: several replicas in one backward have to send in the same order on every rank."""
+        if isinstance(self._backward, SyncedBackward):
+            with self._noting_lost_peers():
+                self._backward.hurry()
 
     def on_nested_begin(self) -> None:
         """See BackwardListener: what is on its way must not be added to."""
@@ -205,16 +237,17 @@ class Reducer:
 
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
-        if isinstance(self._backward, SyncedBackward) and self.context is None:
+        if isinstance(self._backward, SyncedBackward) and not self._is_remote:
             with self._noting_lost_peers():
                 self._backward.send_rest()
 
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
         if isinstance(self._backward, SyncedBackward):
-            with self.context.lent(self._parameters) if self.context else contextlib.nullcontext():
-                self._finish(self._backward)
-        self.context = None
+            with self._settling_contexts():
+                with self.context.lent(self._parameters) if self.context else contextlib.nullcontext():
+                    self._finish(self._backward)
+        self.context, self._is_remote = None, False
         self._backward = None
         self._closed = True
         while self._awaited:
@@ -229,7 +262,8 @@ class Reducer:
         self.step = backward.step + 1
         self.recorder.finish(backward.record, backward.step, backward.active)
         self.last_active = backward.active
-        self._local.difference_update(self.plan.members)
+        if self.context is None:
+            self._local.difference_update(self.plan.members)
         self._learn_from(outcome)
 
     def _check_contexts(self, outcome: Outcome, backward: SyncedBackward) -> None:
@@ -249,9 +283,8 @@ class Reducer:
 
     def reduce_now(self) -> None:
         """Reduce what is there without a backward. At this point every rank does so, or runs a backward."""
-        backward = self._start_synced()
         try:
-            self._finish(backward)
+            self._finish(self._start_synced())
         except BaseException as error:
             self.on_backward_raised(error)
             raise
@@ -262,8 +295,8 @@ class Reducer:
 
         Returns these ranks; none, when all have run out.
         """
-        backward = self._start_synced(joined=True)
         try:
+            backward = self._start_synced(joined=True)
             with self._noting_lost_peers():
                 backward.agree()
             if backward.active:
@@ -274,6 +307,26 @@ class Reducer:
             raise
         self._backward = None
         return backward.active
+
+    # ---- distributed autograd --------------------------------------------------------------------
+
+    def note_context(self, context: Context | None) -> None:
+        """Hear in which context of distributed autograd a forward runs, if in any."""
+        if self._backward is not None and not engine_watch.inside():
+            # The engine of distributed autograd does not say when it fails.
+            self.on_backward_raised(RuntimeError("a backward of distributed autograd did not end"))
+        self.context = context
+
+    @contextlib.contextmanager
+    def _settling_contexts(self) -> Iterator[None]:
+        """Settle a failure at once if no door of the engine is going to tell us of it."""
+        try:
+            yield
+        except BaseException as error:
+            if self._is_remote:
+                self.context, self._is_remote = None, False
+                self.on_backward_raised(error)
+            raise
 
     # ---- a backward that raised ------------------------------------------------------------------
 
@@ -290,29 +343,32 @@ class Reducer:
 
     def on_backward_raised(self, error: BaseException) -> None:
         """See BackwardListener: settle the matter with the other ranks before the user sees the error."""
-        backward, self._backward = self._backward, None
+        backward = self._backward
         engine_watch.forget(self)
-        if isinstance(backward, LocalBackward):
+        if backward is None or isinstance(backward, LocalBackward):
+            self._backward = None
+            if self._lost is not None:
+                self._drop_gradients()
             return
-        if backward is not None:
-            self.recorder.fail(backward.step + 1, words_of(error))
-        if backward is not None and isinstance(error, PeerLost):
-            self._lost = self._lost or error
-        if backward is not None and backward.is_out_of_step:
-            self._end_for_good(backward, error)
-            return
-        if self._lost is not None:
-            self._drop_gradients()
-        elif backward is not None:
+        self.recorder.fail(backward.step + 1, words_of(error))
+        if isinstance(error, PeerLost):
+            self._peer_lost = self._peer_lost or error
+        if self._lost is None:
             self._settle(backward, error)
+        else:
+            self._drop_gradients()
+        # What is told needs to know that a backward is under way: only now it is over.
+        self._backward = None
+        if backward.is_out_of_step:
+            self._end_for_good(error)
 
-    def _end_for_good(self, backward: SyncedBackward, error: BaseException) -> None:
-        """Tell the others that the hook raised here: the ranks' collectives do not match any more."""
-        self._settle(backward, error)
+    def _end_for_good(self, error: BaseException) -> None:
+        """End every replica over this group: what it sends next would meet what the hook has left behind."""
         own = PeerFailed(
             f"the communication hook raised on this rank: {words_of(error)}", text=words_of(error)
         )
-        self._lost = error if isinstance(error, PeerFailed | RanksDisagree) else own
+        known = isinstance(error, PeerFailed | PeerLost | RanksDisagree)
+        self._wiring.control.ended = error if known else own  # type: ignore[assignment]
 
     def _was_to_be_reduced(self, leaves: Callable[[], set[int]]) -> bool:
         """Tell whether a backward that raised before our first gradient was going to be reduced here."""
@@ -320,7 +376,7 @@ class Reducer:
             return False
         return any(id(parameter) in leaves() for parameter in self._parameters)
 
-    def _settle(self, backward: SyncedBackward | None, error: BaseException) -> None:
+    def _settle(self, backward: SyncedBackward, error: BaseException) -> None:
         """Tell the other ranks what happened here, and forget the gradients."""
         failure = words_of(error)
         try:
@@ -331,18 +387,17 @@ class Reducer:
             self._broken = failure
         except Exception as trouble:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
-        self._told = id(error)
+        if backward.is_behind:
+            self._broken = failure
+        _told_by(error).add(self.name)
         self._drop_gradients()
         self._plan_is_disputed |= isinstance(error, RanksDisagree)
 
-    def _tell(self, backward: SyncedBackward | None, failure: str) -> None:
+    def _tell(self, backward: SyncedBackward, failure: str) -> None:
         with self._noting_lost_peers():
-            if backward is None:
-                backward = self._start_synced(failure=failure)
             try:
                 backward.abandon(failure)
             finally:
-                self._backward = None
                 self.step = backward.step + 1
 
     def _drop_gradients(self) -> None:
@@ -358,7 +413,7 @@ class Reducer:
         try:
             yield
         except PeerLost as lost:
-            self._lost = lost
+            self._peer_lost = lost
             raise
 
     # ---- the plan gets better --------------------------------------------------------------------
@@ -400,13 +455,13 @@ class Reducer:
         """Reduce in the last of ``micro_batches`` backwards, or when the block ends with fewer."""
         if self._micro_batches:
             raise RuntimeError("accumulate() inside accumulate(): end the outer block first")
-        self._micro_batches, self._told = micro_batches, 0
+        self._micro_batches = micro_batches
         try:
             yield
         except BaseException as error:
             due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
-            if due and id(error) != self._told and self._lost is None:
-                self._settle(None, error)  # the others are going to wait for this rank's share
+            if due:
+                self.tell_failure(error)  # the others are going to wait for this rank's share
             raise
         due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
         if due:
@@ -430,8 +485,20 @@ class Reducer:
                 self._parameters[index].grad = None
         self.last_active = range(self._wiring.comm.size)
 
+    @property
+    def _lost(self) -> Exception | None:
+        """Why nothing can be reduced any more."""
+        return self._peer_lost or self._wiring.control.ended
+
+    def check_usable(self) -> None:
+        """Raise if nothing can be sent any more."""
+        if (lost := self._lost) is not None:
+            rank = getattr(lost, "rank", -1)
+            raise PeerLost(f"no reduction is possible any more: {lost}", rank) from lost
+
     def exchange(self, kind: bytes, frame: bytes) -> list[bytes]:
         """Tell every rank something outside of a backward, and hear what every rank tells."""
+        self.check_usable()
         topic = self.name + b"." + kind
         self._wiring.control.post(topic, frame)
         with self._noting_lost_peers():
@@ -439,8 +506,16 @@ class Reducer:
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the others know, in their next backward, that this rank's loop has ended with an exception."""
-        if id(error) != self._told and self._lost is None:
-            self._settle(None, error)
+        self.open_failure(error)
+        if isinstance(self._backward, SyncedBackward):
+            self._settle(self._backward, error)
+            self._backward = None
+
+    def open_failure(self, error: BaseException) -> None:
+        """Say so, without waiting for anybody. Of several replicas, all do this before one waits."""
+        if self.name not in _told_by(error) and self._lost is None and self._backward is None:
+            with contextlib.suppress(PeerLost):
+                self._start_synced(failure=words_of(error))
 
     @property
     def hook(self) -> Hook:
@@ -449,28 +524,28 @@ class Reducer:
 
     def set_hook(self, hook: Hook) -> None:
         """Take another hook, from the next backward on; every rank has to do so at the same point."""
-        self._refuse_inside_backward("the hook")
+        self.check_may_change("the hook")
+        bind(hook, list(zip(self._names, self._parameters, strict=True)), self._wiring.comm)
         old, self._wiring = self._wiring.hook, dataclasses.replace(self._wiring, hook=hook)
         if isinstance(old, StatefulHook) and old is not hook:
             old.settle()
             old.unbind()
-        self._bind(hook)
-
-    def _bind(self, hook: Hook) -> None:
-        if isinstance(hook, StatefulHook):
-            hook.bind(list(zip(self._names, self._parameters, strict=True)), self._wiring.comm)
+        self._note_plan()
 
     def set_consumer(self, consumer: Consumer | None) -> None:
         """Have an optimizer step inside backward, from the next backward on."""
-        self._refuse_inside_backward("the optimizer")
+        self.check_may_change("the optimizer")
         self._wiring = dataclasses.replace(self._wiring, consumer=consumer)
 
     def rewire(self, wiring: Wiring, step: int) -> None:
         """Work with other ranks from now on."""
-        self._refuse_inside_backward("the group")
-        self._wiring, self.name, self.step, self._lost = wiring, wiring.name, step, None
+        self.check_may_change("the group")
+        bind(wiring.hook, list(zip(self._names, self._parameters, strict=True)), wiring.comm)
+        self._wiring, self.name, self.step, self._peer_lost = wiring, wiring.name, step, None
+        self._broken, self._missing_last, self._wishes = "", None, self._first_wishes
+        # What the old ranks agreed on, the new ones have not.
+        self._local.update(i for i in self.plan.members if self._parameters[i].grad is not None)
         self._plan_from_scratch()
-        self._bind(wiring.hook)
 
     def uses(self) -> list[int]:
         """Count, for each parameter that has a gradient to travel, the ranks that used it last time."""
@@ -512,6 +587,8 @@ class Reducer:
 
     def wait_at_end(self, futures: Any) -> None:
         """Wait for futures when the next backward ends, or at once if there is none to come."""
+        while self._awaited:  # of a forward that no backward has followed
+            self._awaited.pop(0).wait()
         self._awaited.extend(futures if isinstance(futures, list | tuple) else [futures])
 
     @property
@@ -519,9 +596,14 @@ class Reducer:
         """What the backwards work with."""
         return self._wiring
 
-    def _refuse_inside_backward(self, what: str) -> None:
+    def check_may_change(self, what: str) -> None:
+        """Refuse to change something while a backward works with it."""
         if self._backward is not None:
             raise RuntimeError(f"{what} cannot be changed while a backward is running; do it between steps")
+
+    def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters that are watched, with their names."""
+        return zip(self._names, self._parameters, strict=True)
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -579,6 +661,18 @@ class Reducer:
         self._handles, self._nodes = [], []
         if isinstance(self._wiring.hook, StatefulHook):
             self._wiring.hook.unbind()
+
+
+def bind(hook: Hook, named: Sequence[Named], comm: Comm) -> None:
+    """Let a hook get to know the parameters and the ranks, if it wants to."""
+    if isinstance(hook, StatefulHook):
+        hook.bind(named, comm)
+
+
+def _told_by(error: BaseException) -> set[bytes]:
+    """Return the names of the replicas that have told the other ranks of an exception."""
+    told: set[bytes] = error.__dict__.setdefault("_paceline_told", set())
+    return told
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> Spec:

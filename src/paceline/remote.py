@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paceline.torch_private import context_number, gradients_in_context
+from paceline.torch_private import agent_is_set, context_number, gradients_in_context
 
 
 class Context:
@@ -42,6 +42,16 @@ class Context:
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
+
+
+def refuse_context(name: str) -> None:
+    """Raise if a parameter's gradient is in a context that nobody has told us of."""
+    if agent_is_set():
+        raise RuntimeError(
+            f"{name} got a gradient, but its .grad is empty: the gradient is in a context of distributed "
+            "autograd, which is reduced only if the forward went through DistributedDataParallel. Wrap the "
+            "module in that, and call the wrapper"
+        )
 
 
 def current_context() -> Context | None:

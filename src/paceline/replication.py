@@ -8,73 +8,49 @@ plain.
 import atexit
 import dataclasses
 import functools
-import inspect
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from paceline.agreement import agree_to_start, traits_of
-from paceline.backward import Consumer, Joining, Unused, Wiring
-from paceline.buffer_policies import Policies, Policy
-from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
+from paceline.agreement import agree_to_start, or_refuse, traits_of
+from paceline.buffer_policies import Policy
+from paceline.buffers import BufferSync, finish_broadcast, start_broadcast
 from paceline.comm import Comm, GroupComm, comm_over, group_of_mesh
 from paceline.control import control_over
 from paceline.errors import name_some
 from paceline.explain import Facts, explain
-from paceline.fused_optim import Per, StepInBackward
+from paceline.fused_optim import Per, StepInBackward, norm_gate
 from paceline.guard import guard as the_guard
-from paceline.hooks import Hook, average, in_dtype, is_sure, name_of
+from paceline.hooks import Hook, StatefulHook, average, name_of
 from paceline.module_hooks import around_forward
-from paceline.plan import Caps, Plan, Wishes, plan_buckets
+from paceline.plan import Plan, plan_buckets
 from paceline.precision import LowPrecision, Precision
 from paceline.quiet import wait_for_workers
 from paceline.recorder import check_rate
-from paceline.reducer import Reducer, spec_of
+from paceline.reducer import Reducer, bind, spec_of
+from paceline.settings import (
+    Settings,
+    caps_of,
+    check_beside_optimizer,
+    check_hook,
+    check_model,
+    check_names,
+    policies_from,
+    reducing_in,
+    watched_in,
+    wishes_for,
+)
 from paceline.stats import Stats
 from paceline.torch_private import backend_of, engine_watch
+from paceline.wiring import Consumer, Joining, Unused, Wiring
 
 EXIT_SECONDS = 2.0
 
 M = TypeVar("M", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a module is replicated."""
-
-    caps: Caps = field(default_factory=Caps)
-    unused: Unused = "allow"
-    hook: Hook = average
-    guard: bool = True
-    take_state: bool = True  # start from rank 0's parameters and buffers
-    buffers: Policies = field(default_factory=Policies)  # when they are made equal
-    forward_sync_buffers: bool | None = None  # what a wrapper, which does it in its forward, was told
-    left_out: frozenset[str] = frozenset()  # parameters and buffers that are each rank's own
-    delayed: frozenset[str] = frozenset()  # parameters that go last, in one bucket
-    skip_unused: bool = False  # do not send buckets that no rank has put anything into
-    precision: Precision | None = None
-
-    def own(self, module: nn.Module) -> frozenset[str]:
-        """Name the parameters and buffers that are each rank's own from the beginning."""
-        return self.left_out | self.buffers.never(names_of(module))
-
-    def traits(self) -> list[tuple[str, str]]:
-        """Write down what has to be the same on every rank. Bucket sizes show in the plan."""
-        return [
-            ("the setting unused", repr(self.unused)),
-            ("the setting buffers", str(self.buffers)),
-            ("the setting forward_sync_buffers", str(self.forward_sync_buffers)),
-            ("the setting hook", name_of(self.hook)),
-            ("the setting precision", str(self.precision)),
-            ("the setting init_sync", str(self.take_state)),
-            ("the setting skip_all_reduce_unused_params", str(self.skip_unused)),
-        ]
 
 
 class Replica:
@@ -85,23 +61,35 @@ class Replica:
     """
 
     def __init__(
-        self, module: nn.Module, comm: Comm, settings: Settings, original: "Replica | None" = None
+        self,
+        module: nn.Module,
+        comm: Comm,
+        settings: Settings,
+        original: "Replica | None" = None,
+        replaces: "Replica | None" = None,
     ) -> None:
         if original is None:
-            _agree_and_take_state(module, comm, settings)
+            _agree_and_take_state(module, comm, settings, replaces)
             _rest_at_exit()
+        watched = watched_in(module, settings.left_out)
+        if original is None:
+            _agree_on_hook(settings.hook, watched, comm)
+        else:
+            bind(settings.hook, watched, comm)
+        if replaces is not None:
+            replaces.detach()
         self._low_precision: LowPrecision | None = None
         if settings.precision is not None:
             self._low_precision = LowPrecision(module, settings.precision, settings.left_out)
         control = control_over(comm)
         self.name = control.new_name() if original is None else original._name_of_copy()
         self._copies = 0
-        watched = _watched(module, settings.left_out)
-        wishes = _wishes(module, watched, settings)
+        wishes = wishes_for(module, watched, settings)
         self.comm = comm
         self.settings = settings
         self._module = weakref.ref(module)
         self._key = id(module)
+        self._watched = watched
         self.wrapper: weakref.ref[Any] | None = None  # what explains itself beside the module
         specs = [spec_of(name, p) for name, p in watched]
         trained = [index for index, (_, p) in enumerate(watched) if p.requires_grad]
@@ -109,15 +97,19 @@ class Replica:
         self.buffers = BufferSync(module, comm, settings.buffers, settings.left_out)
         if original is None and settings.take_state:
             self.buffers.note_equal()
-        wiring = _wiring(self.name, comm, settings, self.buffers)
-        self.reducer = (
-            None if comm.is_solo or not watched else Reducer(watched, wiring, settings.caps, wishes)
-        )
-        if self.reducer and settings.guard and comm.size > 1:
-            the_guard.add(self.reducer)
+        self._make_reducer = functools.partial(Reducer, watched, caps=settings.caps, wishes=wishes)
+        self.reducer: Reducer | None = None
+        if watched and not comm.is_solo:
+            self.reducer = self._make_reducer(wiring=_wiring(self.name, comm, settings, self.buffers))
+        self._guard()
+        self.is_joining = False
         self._forward_handles = self._watch_forward(module)
         _replicas[self._key] = self
         weakref.finalize(module, self.detach).atexit = False
+
+    def _guard(self) -> None:
+        if self.reducer and self.settings.guard and self.size > 1:
+            the_guard.add(self.reducer)
 
     def _name_of_copy(self) -> bytes:
         self._copies += 1
@@ -167,11 +159,14 @@ class Replica:
     def set_hook(self, hook: Hook) -> None:
         """Take another hook, between two steps and at the same point on every rank."""
         check_hook(hook)
+        module = self._module()
+        assert module is not None
+        hook = reducing_in(self.settings.precision, hook, module)
         if self.reducer is None:
             self.settings = dataclasses.replace(self.settings, hook=hook)
             return
         if self.reducer.wiring.consumer is not None:
-            _check_hook_beside_optimizer(hook)
+            check_beside_optimizer(hook, self.settings.unused)
         self.reducer.set_hook(hook)
 
     def step_in_backward(
@@ -192,40 +187,63 @@ class Replica:
 
     def set_consumer(self, consumer: Consumer | None) -> None:
         """Let somebody have each bucket as soon as it is reduced."""
-        if self.reducer is None:
-            raise ValueError("a process alone has nothing to reduce: call optimizer.step() after backward()")
-        if consumer is not None:
-            _check_hook_beside_optimizer(self.hook)
+        check_beside_optimizer(self.hook, self.settings.unused)
+        if self.reducer is None:  # a process alone: so that backward() steps here as it does on many
+            self.reducer = self._make_reducer(
+                wiring=_wiring(self.name, self.comm, self.settings, self.buffers)
+            )
+        if self.reducer.wiring.consumer is not None and consumer is not None:
+            raise ValueError("an optimizer steps inside this model's backward already; there can be one")
         self.reducer.set_consumer(consumer)
+        norm_gate.add(self.reducer)
 
-    def change_group(self, comm: Comm) -> None:
+    def change_group(self, group: Any) -> None:
         """Work with the ranks of another group from now on: each of them calls this, nothing is copied."""
         module = self._module()
         assert module is not None
+        if self.reducer is not None:
+            self.reducer.check_may_change("the group")
+        comm = comm_for(group, None)
         agree_to_start(comm, lambda: None, lambda: [*traits_of(module, self.settings.own(module))])
         step = max(int(frame) for frame in comm.gather_bytes(b"%d" % self.step))
         self.comm = comm
         self.name = control_over(comm).new_name()
         self.buffers = BufferSync(module, comm, self.settings.buffers, self.settings.left_out)
+        wiring = _wiring(self.name, comm, dataclasses.replace(self.settings, hook=self.hook), self.buffers)
         if self.reducer is not None:
-            settings = dataclasses.replace(self.settings, hook=self.hook)
-            self.reducer.rewire(_wiring(self.name, comm, settings, self.buffers), step)
+            self.reducer.rewire(dataclasses.replace(wiring, consumer=self.reducer.wiring.consumer), step)
+        elif self._watched and not comm.is_solo:
+            self.reducer = self._make_reducer(wiring=wiring)
+        self._guard()
+        for handle in self._forward_handles:
+            handle.remove()
+        self._forward_handles = self._watch_forward(module)
 
     # ---- ranks that run out of batches -----------------------------------------------------------
 
     @contextmanager
     def joining(self, how: Joining) -> Iterator[None]:
         """Let ranks run out of batches inside."""
-        if self.reducer is None:
-            yield
-            return
-        if self.reducer.wiring.joining is not None:
-            raise RuntimeError("join() inside join(): end the outer block first")
-        self.reducer.check_may_join()
-        self.reducer.set_joining(how)
+        self.enter_join()
+        if self.reducer is not None:
+            self.reducer.set_joining(how)
         try:
             yield
         finally:
+            self.leave_join()
+
+    def enter_join(self) -> None:
+        """Begin a block in which ranks may run out of batches."""
+        if self.is_joining:
+            raise RuntimeError("join() inside join(): end the outer block first")
+        if self.reducer is not None:
+            self.reducer.check_may_join()
+        self.is_joining = True
+
+    def leave_join(self) -> None:
+        """End it, however it ends."""
+        self.is_joining = False
+        if self.reducer is not None:
             self.reducer.set_joining(None)
 
     def keep_company(self) -> Sequence[int]:
@@ -236,6 +254,11 @@ class Replica:
     def last_active(self) -> Sequence[int]:
         """The ranks that had a batch in the last backward."""
         return self.reducer.last_active if self.reducer else (0,)
+
+    def open_failure(self, error: BaseException) -> None:
+        """Say that this rank's loop has ended with an exception, without waiting for anybody."""
+        if self.reducer:
+            self.reducer.open_failure(error)
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the others know that this rank's loop has ended with an exception."""
@@ -374,26 +397,30 @@ def replicate(
     parameters that are reduced last, in one bucket. ``precision`` has the module compute, and reduce, in
     other dtypes than its parameters'.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"replicate() takes a torch.nn.Module, got {type(module).__name__}")
-    if unused not in ("allow", "error"):
-        raise ValueError(f'unused has to be "allow" or "error", got {unused!r}')
-    check_hook(hook)
-    if precision is not None and not isinstance(precision, Precision):
-        raise TypeError(f"precision has to be a paceline.Precision, got {type(precision).__name__}")
-    check_names(module, "left_out", left_out, [*module.named_parameters(), *module.named_buffers()])
-    check_names(module, "delayed", delayed, [*module.named_parameters()])
-    settings = Settings(
-        _caps(bucket_mb, first_bucket_mb),
-        unused,
-        reducing_in(precision, hook, module),
-        guard,
-        buffers=_policies(buffers, broadcast_buffers),
-        left_out=frozenset(left_out),
-        delayed=frozenset(delayed),
-        precision=precision,
-    )
-    Replica(module, comm_for(group, mesh), settings)
+
+    def read() -> Settings:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"replicate() takes a torch.nn.Module, got {type(module).__name__}")
+        if unused not in ("allow", "error"):
+            raise ValueError(f'unused has to be "allow" or "error", got {unused!r}')
+        check_hook(hook)
+        if precision is not None and not isinstance(precision, Precision):
+            raise TypeError(f"precision has to be a paceline.Precision, got {type(precision).__name__}")
+        check_names(module, "left_out", left_out, [*module.named_parameters(), *module.named_buffers()])
+        check_names(module, "delayed", delayed, [*module.named_parameters()])
+        return Settings(
+            caps_of(bucket_mb, first_bucket_mb),
+            unused,
+            reducing_in(precision, hook, module),
+            guard,
+            buffers=policies_from(buffers, broadcast_buffers),
+            left_out=frozenset(left_out),
+            delayed=frozenset(delayed),
+            precision=precision,
+        )
+
+    comm = comm_for(group, mesh)
+    Replica(module, comm, or_refuse(comm, read))
     return module
 
 
@@ -424,67 +451,22 @@ def comm_for(group: Any, mesh: Any) -> Comm:
     return comm_over(group if mesh is None else group_of_mesh(mesh))
 
 
-def _caps(bucket_mb: float | Sequence[float], first: float | None) -> Caps:
-    if isinstance(bucket_mb, int | float):
-        return Caps.of_mib([min(1, bucket_mb) if first is None else first, bucket_mb])
-    return Caps.of_mib(bucket_mb if first is None else [first, *bucket_mb])
-
-
-def reducing_in(precision: Precision | None, hook: Hook, module: nn.Module) -> Hook:
-    """Return the hook that reduces in the dtype asked for: the same one, if gradients have that dtype."""
-    if precision is None or precision.reduce is None:
-        return hook
-    if {p.dtype for p in module.parameters() if p.requires_grad} <= {precision.reduce}:
-        return hook
-    return in_dtype(precision.reduce, hook)
-
-
-def check_hook(hook: Any) -> None:
-    """Refuse what cannot be called as ``hook(bucket, comm)``."""
-    if not callable(hook):
-        raise TypeError(f"hook has to be a function of (bucket, comm), got {type(hook).__name__}")
-    try:
-        signature = inspect.signature(hook)
-    except ValueError:
-        return  # made in C, and silent about its arguments
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        name = name_of(hook)
-        raise TypeError(
-            f"hook has to be a function of (bucket, comm), but it is {name}{signature}; a hook in torch's "
-            "form, (state, bucket), goes to register_comm_hook() or paceline.hooks.FromTorch(state, hook)"
-        ) from error
-
-
-def _check_hook_beside_optimizer(hook: Hook) -> None:
-    if not is_sure(hook):
-        raise ValueError(
-            f"the hook {name_of(hook)} and an optimizer inside backward exclude each other: a bucket is "
-            "stepped before the ranks have confirmed what the hook made of it. Use the plain average, or "
-            "step after backward()"
-        )
-
-
-def check_names(
-    module: nn.Module, what: str, names: Collection[str], known: Sequence[tuple[str, torch.Tensor]]
+def _agree_and_take_state(
+    module: nn.Module, comm: Comm, settings: Settings, replaces: Replica | None
 ) -> None:
-    """Refuse names that the module does not have."""
-    if isinstance(names, str):
-        raise TypeError(f"{what} takes a list of names, got the one string {names!r}")
-    unknown = sorted(set(names) - {name for name, _ in known})
-    if unknown:
-        raise ValueError(f"{what} names what {type(module).__name__} does not have: {name_some(unknown)}")
-
-
-def _agree_and_take_state(module: nn.Module, comm: Comm, settings: Settings) -> None:
     agree_to_start(
         comm,
-        lambda: _check(module, settings),
+        lambda: _check(module, settings, replaces),
         lambda: [*traits_of(module, settings.own(module)), *settings.traits()],
     )
     if settings.take_state and comm.size > 1:
         finish_broadcast(start_broadcast(_state(module, settings.own(module)), comm))
+
+
+def _agree_on_hook(hook: Hook, watched: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:
+    """Let the hook get to know the parameters. One that cannot, on one rank, makes all ranks raise."""
+    if isinstance(hook, StatefulHook):
+        agree_to_start(comm, lambda: bind(hook, watched, comm), lambda: [])
 
 
 @functools.cache
@@ -502,27 +484,6 @@ def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync) ->
         None if comm.size == 1 else buffers,
         settings.skip_unused,
     )
-
-
-def _wishes(module: nn.Module, watched: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> Wishes:
-    """Find the parameters that travel in a way of their own."""
-    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
-    sparse = {id(part.weight) for part in embeddings if part.sparse}
-    return Wishes(
-        delayed=frozenset(i for i, (name, _) in enumerate(watched) if name in settings.delayed),
-        sparse=frozenset(i for i, (_, parameter) in enumerate(watched) if id(parameter) in sparse),
-    )
-
-
-def _policies(buffers: Policy | Mapping[str, Policy] | None, broadcast: bool | None) -> Policies:
-    if broadcast is None:
-        return Policies() if buffers is None else Policies.of(buffers)
-    if buffers is not None:
-        raise ValueError(
-            f"give buffers ({buffers!r}) or broadcast_buffers ({broadcast}), not both: "
-            'broadcast_buffers=True is buffers="after_backward", and False is buffers="start"'
-        )
-    return Policies() if broadcast else Policies.of("start")
 
 
 def _facts(replica: Replica) -> Facts:
@@ -569,54 +530,23 @@ def backend_name(replica: Replica) -> str:
     return ", ".join(backend for backend in found if backend)
 
 
-def _watched(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that can have a gradient, the frozen ones included."""
-    return [
-        (name, p)
-        for name, p in module.named_parameters()
-        if name not in left_out and (p.is_floating_point() or p.is_complex()) and not p.is_inference()
-    ]
+def _check(module: nn.Module, settings: Settings, replaces: Replica | None) -> None:
+    check_model(module, settings)
+    _check_overlap(module, {key: other for key, other in _replicas.items() if other is not replaces})
 
 
-def _check(module: nn.Module, settings: Settings) -> None:
-    """Refuse what cannot be replicated, by name."""
-    settings.buffers.check(names_of(module))
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    lazy = [name for name, t in tensors if isinstance(t, UninitializedParameter | UninitializedBuffer)]
-    if lazy:
-        raise ValueError(f"{name_some(lazy)} have no shape yet; run one forward through the model first")
-    meta = [name for name, tensor in tensors if tensor.is_meta]
-    if meta:
-        raise ValueError(
-            f"{name_some(meta)} are on the meta device and hold no numbers; materialise the model first"
-        )
-    folded = [name for name, tensor in tensors if _is_folded(tensor)]
-    if folded:
-        raise ValueError(f"{name_some(folded)} use the same memory for several elements; clone() them first")
-    _check_overlap(module)
-    if settings.precision is not None:
-        settings.precision.check(module, settings.left_out)
-
-
-def _is_folded(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor was expanded, so that its elements cannot be written one by one."""
-    if tensor.layout is not torch.strided:
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _check_overlap(module: nn.Module) -> None:
+def _check_overlap(module: nn.Module, replicas: Mapping[int, Replica]) -> None:
     kind = type(module).__name__
-    if id(module) in _replicas:
+    if id(module) in replicas:
         raise ValueError(
             f"this {kind} is replicated already; use paceline.replica(module), or detach() it first"
         )
-    inside = [name for name, part in module.named_modules() if id(part) in _replicas]
+    inside = [name for name, part in module.named_modules() if id(part) in replicas]
     if inside:
         raise ValueError(
             f"{kind} holds parts that are replicated already: {name_some(inside)}; detach() them first"
         )
-    owned = {id(p) for other in _replicas.values() for p in other.parameters()}
+    owned = {id(p) for other in replicas.values() for p in other.parameters()}
     shared = [name for name, parameter in module.named_parameters() if id(parameter) in owned]
     if shared:
         raise ValueError(

@@ -128,6 +128,32 @@ class Shelf:
             )
 
 
+NOWHERE = (-1, None)
+APART = (-2, None)  # sparse: it has no slot
+
+
+class Layout:
+    """A plan laid over the real parameters."""
+
+    def __init__(self, plan: Plan, parameters: Sequence[torch.Tensor]) -> None:
+        self.plan = plan
+        self.parameters = parameters
+        self.shelves = [Shelf(plan, bucket, parameters) for bucket in plan.buckets]
+        self.counts = [len(shelf.indices) for shelf in self.shelves]
+        # For each parameter: its bucket, and its position there if it is to be copied as soon as it arrives.
+        self.route = {
+            index: (place, position if shelf.is_hot(position) else None)
+            for place, shelf in enumerate(self.shelves)
+            for position, index in enumerate(shelf.indices)
+        }
+        self.route |= dict.fromkeys(plan.sparse, APART)
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """Return a parameter's bucket, and its position there."""
+        place, _ = self.route[index]
+        return place, self.shelves[place].indices.index(index)
+
+
 class Packet:
     """A bucket in one backward, until it goes out: this rank's gradients times ``scale``."""
 
@@ -219,6 +245,7 @@ class Packet:
     def fill_with_zeros(self) -> None:
         """Make an empty bucket, which keeps the other ranks' collectives matched."""
         self._flat = self.shelf.empty().zero_()
+        self.views = self.shelf.views(self._flat)
 
     def _adopt(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Go without a copy, if the gradients are one flat tensor already."""

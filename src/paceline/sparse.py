@@ -1,10 +1,12 @@
 """Gradients that are mostly zeros (embeddings): the rows that exist are gathered, not the zeros."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from paceline.comm import Comm
+from paceline.tally import Rows
 
 
 class Share:
@@ -38,8 +40,30 @@ class Share:
         return self._as_sparse(torch.cat(indices), torch.cat(values) / divisor)
 
     def _as_sparse(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        shape = self._parameter.shape
-        return torch.sparse_coo_tensor(indices.unsqueeze(0), values, shape, check_invariants=False).coalesce()
+        # Said aloud, because torch 2.11 warns of checks that are off without anybody having said so.
+        invariants: Any = torch.sparse.check_sparse_tensor_invariants
+        with invariants(enable=False):
+            return torch.sparse_coo_tensor(indices.unsqueeze(0), values, self._parameter.shape).coalesce()
+
+
+def gather_rows(
+    shares: Mapping[int, Share],
+    told: Sequence[Mapping[int, Rows]],
+    parameters: Sequence[torch.Tensor],
+    comm: Comm,
+    divisor: int,
+) -> dict[int, torch.Tensor]:
+    """Return the reduced gradients of all parameters of which some rank has told that it has rows.
+
+    A gradient that was dense on some rank is dense.
+    """
+    reduced = {}
+    for index in sorted(set().union(*told)):
+        each = [rank.get(index, Rows()) for rank in told]
+        share = shares.get(index) or Share(None, parameters[index])
+        gradient = share.gather([rows.count for rows in each], comm, divisor)
+        reduced[index] = gradient.to_dense() if any(rows.came_dense for rows in each) else gradient
+    return reduced
 
 
 def _by_rows(gradient: torch.Tensor) -> torch.Tensor:

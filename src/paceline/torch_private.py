@@ -8,6 +8,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
     torch._C._nn.unflatten_dense_tensors       and back, as views
     ProcessGroup._get_backend, its options._timeout
+    torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
     torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
 """
@@ -25,6 +26,7 @@ from torch.autograd import Variable
 Node = torch.autograd.graph.Node
 
 _DOOR = "_engine_run_backward"
+_CLIP = "_clip_grads_with_norm_"
 
 
 def accumulator_of(parameter: torch.Tensor) -> Node:
@@ -112,16 +114,23 @@ def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> dict[int, Sequen
     return {id(p): p._in_backward_optimizers for p in owned}
 
 
-def context_number() -> int | None:
-    """Return the number of the distributed autograd context that this thread computes in, if any."""
+def agent_is_set() -> bool:
+    """Tell whether this process takes part in RPC, without which there is no distributed autograd."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.rpc.is_available():
-        return None
+        return False
     rpc: Any = dist.rpc
-    autograd: Any = dist.autograd
-    if not rpc._is_current_rpc_agent_set():
+    return bool(rpc._is_current_rpc_agent_set())
+
+
+def context_number() -> int | None:
+    """Return the number of the distributed autograd context that this thread computes in, if any."""
+    if not agent_is_set():
         return None
+    import torch.distributed as dist
+
+    autograd: Any = dist.autograd
     try:
         return int(autograd._current_context()._context_id())
     except RuntimeError:  # an agent, but no context
@@ -135,6 +144,19 @@ def gradients_in_context(number: int) -> dict[torch.Tensor, torch.Tensor]:
     autograd: Any = dist.autograd
     found: dict[torch.Tensor, torch.Tensor] = autograd.get_gradients(number)
     return found
+
+
+def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Have ``check`` called with the parameters whose gradients ``clip_grad_norm_`` is about to clip."""
+    clipping: Any = torch.nn.utils.clip_grad
+    clip = getattr(clipping, _CLIP)
+
+    def check_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check(parameters)
+        clip(parameters, *args, **kwargs)
+
+    setattr(clipping, _CLIP, check_and_clip)
 
 
 def backend_of(group: Any, device: str) -> str | None:
@@ -219,8 +241,10 @@ class _EngineWatch:
             if (others := [other for other in waiting if other is not listener])
         }
 
-    def call_at_end(self, listener: BackwardListener) -> None:
+    def call_at_end(self, listener: BackwardListener) -> list[Any]:
         """Have a listener called when the backward that this thread works for ends.
+
+        Returns the others that are called, too.
 
         Several replicas may be reached by one backward, in different orders on different ranks. They are
         closed together, in the order of their names.
@@ -230,6 +254,7 @@ class _EngineWatch:
         waiting.append(listener)
         if len(waiting) == 1:
             Variable._execution_engine.queue_callback(partial(self._end, task))
+        return waiting[:-1]
 
     def _end(self, task: int) -> None:
         listeners = sorted(self._ending.pop(task), key=_name_of)

@@ -112,7 +112,7 @@ def test_the_summary_counts_what_torch_passes_and_ours_does_not() -> None:
     rows = [
         row("a", "pass", "pass"),
         row("b", "pass", "fail"),
-        row("c", "fail", "fail"),
+        row(next(iter(OUT_OF_REACH)), "fail", "fail"),
         row("d", "fail", "pass"),
     ]
 
@@ -120,7 +120,7 @@ def test_the_summary_counts_what_torch_passes_and_ours_does_not() -> None:
         "both pass",
         "ours fails",
         "torch does not pass",
-        "torch does not pass",
+        "torch fails",
     ]
     assert "4 tests; torch passes 2, of which ours passes 1" in summary(rows)
-    assert "fails 1. 2 cannot pass" in summary(rows)
+    assert "fails 1. 1 cannot pass" in summary(rows)

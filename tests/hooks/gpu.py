@@ -21,7 +21,7 @@ from torch import nn
 import paceline
 from paceline.comm import SoloComm
 from paceline.hooks import Hook, average, in_dtype, local_sgd, name_of, powersgd, quantized
-from tests.hooks.world import bucket_of, drawn, reduce
+from tests.hooks.world import begin, bucket_of, drawn, reduce
 
 CUDA = torch.device("cuda", 0)
 STEPS = 8
@@ -115,6 +115,7 @@ def cost(hook: Hook) -> None:
     for _ in range(20):
         torch.cuda.synchronize()
         start = time.perf_counter()
+        begin(hook)
         pending = [hook(bucket, SoloComm()) for bucket in buckets]
         while sum(flight.advance() for flight in pending):
             pass

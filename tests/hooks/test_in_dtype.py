@@ -2,10 +2,25 @@
 
 import pytest
 import torch
+from torch import nn
 
+import paceline
 from paceline.comm import comm_over
-from paceline.hooks import average, in_dtype, is_sure, name_of, noop, powersgd, quantized, total
-from paceline.hooks.bucket import StatefulHook
+from paceline.hooks import (
+    Hook,
+    StatefulHook,
+    average,
+    in_dtype,
+    is_sure,
+    local_sgd,
+    may_join,
+    name_of,
+    noop,
+    powersgd,
+    quantized,
+    total,
+    way_of,
+)
 from paceline.testing import ranks
 from tests.hooks.world import World, assert_equal, bucket_of, drawn, mean_of, reduce
 
@@ -111,6 +126,67 @@ def test_it_is_as_sure_as_the_hook_inside() -> None:
     assert is_sure(in_dtype(torch.bfloat16, noop))
     assert is_sure(in_dtype(torch.bfloat16, quantized()))
     assert not is_sure(in_dtype(torch.bfloat16, unsure))
+
+
+@pytest.mark.parametrize("inner", [average, total, noop], ids=lambda inner: inner.__name__)
+def test_gradients_that_are_in_no_bucket_go_the_way_of_the_hook_inside(inner: Hook) -> None:
+    assert way_of(in_dtype(torch.bfloat16, in_dtype(torch.float32, inner))) == way_of(inner)
+
+
+def test_the_hook_inside_may_change_its_way_from_step_to_step() -> None:
+    hook = in_dtype(torch.bfloat16, local_sgd(start_step=2))
+
+    ways = [(hook.begin(), way_of(hook))[1] for _ in range(4)]
+
+    assert ways == ["mean", "mean", "own", "own"]
+
+
+def test_whether_ranks_may_run_out_of_batches_is_the_hook_insides_affair() -> None:
+    assert may_join(in_dtype(torch.bfloat16, average))
+    assert may_join(in_dtype(torch.bfloat16, quantized()))
+    assert not may_join(in_dtype(torch.bfloat16, local_sgd()))
+
+
+@ranks(2)
+def test_join_is_refused_around_a_hook_that_needs_every_rank(rank: int) -> None:
+    model = paceline.DistributedDataParallel(nn.Linear(4, 2))
+    paceline.replica(model.module).set_hook(in_dtype(torch.bfloat16, local_sgd()))
+
+    with pytest.raises(
+        ValueError, match=r"in_dtype\(torch.bfloat16, local_sgd\(.* cannot be used inside join"
+    ):
+        with model.join():
+            raise AssertionError
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["set_hook", "average_now"])
+def test_weights_that_the_hook_inside_lets_differ_are_made_equal(rank: int, how: str) -> None:
+    model = paceline.replicate(nn.Linear(4, 2), hook=in_dtype(torch.bfloat16, local_sgd(every=100)))
+    model(torch.full((3, 4), rank + 1.0)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    comm, handle = comm_over(None), paceline.replica(model)
+    before = comm.gather(model.weight.detach().clone()).wait()
+    assert not torch.equal(before[0], before[1])
+
+    if how == "set_hook":
+        handle.set_hook(average)
+    else:
+        handle.hook.average_now()
+
+    after = comm.gather(model.weight.detach().clone()).wait()
+    assert torch.equal(after[0], after[1])
+    torch.testing.assert_close(after[0], before.mean(dim=0))
+
+
+@ranks(2)
+def test_sparse_gradients_are_added_up_beside_a_sum(rank: int) -> None:
+    torch.manual_seed(0)
+    model = paceline.replicate(nn.Embedding(4, 2, sparse=True), hook=in_dtype(torch.bfloat16, total))
+
+    model(torch.tensor([rank, 2])).sum().backward()
+
+    assert model.weight.grad.to_dense()[:, 0].tolist() == [1, 1, 2, 0]
 
 
 def test_the_memory_of_the_hook_inside_is_its_own() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm import comm_over
-from paceline.hooks import average, in_dtype, name_of, powersgd, quantized
+from paceline.hooks import average, in_dtype, name_of, noop, powersgd, quantized, total, way_of
 from paceline.testing import ranks
 from tests.hooks.world import Gradients, World, assert_equal, bucket_of, drawn, mean_of, reduce
 
@@ -148,8 +148,8 @@ def test_no_gradient_is_lost_only_late(seed: int, size: int, batched: bool) -> N
             got[name] += results[0][name]
 
     residuals = mean_of([hook.state_dict()["residuals"] for hook in hooks])
-    for name, total in given.items():
-        torch.testing.assert_close(got[name] + residuals[name], total, atol=1e-9, rtol=0)
+    for name, wanted in given.items():
+        torch.testing.assert_close(got[name] + residuals[name], wanted, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -273,6 +273,10 @@ def test_it_works_inside_another_dtype() -> None:
     torch.testing.assert_close(results[0]["bias"].double(), mean_of(gradients)["bias"], atol=0.03, rtol=0)
 
 
+def test_gradients_that_are_in_no_bucket_go_the_way_of_the_hook_inside() -> None:
+    assert [way_of(powersgd(inner=inner)) for inner in (average, total, noop)] == ["mean", "sum", "own"]
+
+
 def test_small_gradients_in_16_bits_do_not_vanish() -> None:
     low = 1e-5 * drawn(1, u=(40, 2))["u"] @ drawn(2, v=(2, 40))["v"]
     hooks = fresh()
@@ -297,6 +301,38 @@ def test_a_new_plan_changes_nothing() -> None:
         parts = reduce(several, *buckets)
         for name in shapes:
             torch.testing.assert_close(parts[0][name], whole[0][name], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("names", ["abcd", "abc", "a"])
+def test_what_leaves_the_matrix_in_a_new_plan_is_sent_once(names: str) -> None:
+    shapes = {"a": (3, 5), "b": (7, 11), "c": (23,), "d": (2000,)}  # a alone is too small to be compressed
+    hooks = fresh(batched=True)
+    reduce(hooks, [drawn(r, torch.float64, **shapes) for r in range(2)])
+    left = mean_of([hook.state_dict()["residuals"] for hook in hooks])
+    nothing = {name: torch.zeros(shapes[name], dtype=torch.float64) for name in reversed(names)}
+    got = {name: torch.zeros_like(zeros) for name, zeros in nothing.items()}
+
+    for _ in range(5):
+        result = reduce(hooks, [nothing, nothing])[0]
+        for name in names:
+            got[name] += result[name]
+
+    still = [hook.state_dict()["residuals"] for hook in hooks]
+    for name in names:
+        late = torch.stack([state.get(name, nothing[name]) for state in still]).mean(dim=0)
+        torch.testing.assert_close(got[name] + late, left[name], atol=1e-12, rtol=0)
+
+
+def test_a_bucket_that_is_too_small_in_a_new_plan_gets_at_once_what_it_lacks() -> None:
+    hooks = fresh(batched=True)
+    reduce(hooks, [drawn(r, a=(3, 5), b=(2000,)) for r in range(2)])
+    left = mean_of([hook.state_dict()["residuals"] for hook in hooks])["a"].float()
+
+    result, again = (reduce(hooks, [{"a": torch.zeros(3, 5)}] * 2)[0]["a"] for _ in range(2))
+
+    assert left.abs().max() > 0.1
+    torch.testing.assert_close(result, left)
+    assert again.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("arguments", [{}, {"batched": True}, {"warm_start": False}, {"start_step": 4}])
@@ -476,6 +512,7 @@ def test_it_starts_on_gloo_every_time(rank: int) -> None:
                  for i, name in enumerate(names)] for r in range(2)
             ]  # fmt: skip
             buckets = [bucket_of(g, i) for i, g in enumerate(gradients[rank])]
+            hook.begin()
             flights = [hook(bucket, comm) for bucket in buckets]
             while sum(flight.advance() for flight in flights):
                 pass

@@ -239,6 +239,7 @@ def test_gloo_carries_it(rank: int, bits: int) -> None:
         gradients = [drawn(10 * count + r, **SHAPES) for r in range(2)]
         bucket = bucket_of(gradients[rank])
 
+        hook.begin()
         hook(bucket, comm).wait()
 
         assert_equal(dict(zip(bucket.names, bucket.gradients(), strict=True)), reduce(twins, gradients)[rank])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm import Comm, Pending
-from paceline.hooks import GradBucket, Hook
+from paceline.hooks import GradBucket, Hook, StatefulHook
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -103,6 +103,12 @@ def bucket_of(gradients: Gradients, index: int = 0, *, is_last: bool = True) -> 
     return GradBucket(index, flat, list(gradients.values()), list(gradients), is_last, split)
 
 
+def begin(hook: Hook) -> None:
+    """Tell a hook that a backward begins, as the engine does."""
+    if isinstance(hook, StatefulHook):
+        hook.begin()
+
+
 def reduce(
     hooks: Sequence[Hook], *buckets: Sequence[Gradients], world: World | None = None
 ) -> list[Gradients]:
@@ -111,6 +117,7 @@ def reduce(
     pending, sent = [], []
     for rank, (hook, comm) in enumerate(zip(hooks, world.comms, strict=True)):
         mine = [bucket_of(bucket[rank], i, is_last=bucket is buckets[-1]) for i, bucket in enumerate(buckets)]
+        begin(hook)
         pending.append([hook(bucket, comm) for bucket in mine])
         sent.append(mine)
     # As the engine: in rounds, each rank's buckets in plan order.

@@ -15,6 +15,7 @@ class Control(ABC):
 
     def __init__(self) -> None:
         self._replicas = 0
+        self.ended: Exception | None = None  # why no collective beside this control plane can be trusted
         self.trace = 0  # stands for the order of everything that was sent beside this control plane
 
     def new_name(self) -> bytes:
@@ -29,6 +30,10 @@ class Control(ABC):
     @abstractmethod
     def post(self, topic: Topic, frame: bytes) -> None:
         """Send this rank's frame to every rank. Does not wait for anybody."""
+
+    @abstractmethod
+    def ready(self, topic: Topic) -> bool:
+        """Tell whether ``collect()`` would return at once, or raise. Does not wait."""
 
     @abstractmethod
     def collect(self, topic: Topic, seconds: float) -> list[bytes]:
@@ -47,6 +52,9 @@ class SoloControl(Control):
 
     def post(self, topic: Topic, frame: bytes) -> None:
         self._frames.setdefault(topic, deque()).append(frame)
+
+    def ready(self, topic: Topic) -> bool:
+        return True
 
     def collect(self, topic: Topic, seconds: float) -> list[bytes]:
         return [self._frames[topic].popleft()]

@@ -31,6 +31,9 @@ class GroupControl(Control):
         work = self._group.allgather([rows], [mine])
         self._posted.setdefault(topic, deque()).append((frame, rows, work))
 
+    def ready(self, topic: Topic) -> bool:
+        return bool(self._posted[topic][0][2].is_completed())
+
     def collect(self, topic: Topic, seconds: float) -> list[bytes]:
         frame, rows, work = self._posted[topic].popleft()
         try:

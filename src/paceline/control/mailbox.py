@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -101,6 +102,11 @@ class MailboxControl(SocketControl):
             while (message := self._next_message(peer)) is not None:
                 self._keep(peer, *unpack(message))
         return number - box.has_read(self._rank) < SLOTS
+
+    def _drain(self, rank: int, box: deque[bytes]) -> bool:
+        while not box and (message := self._next_message(rank)) is not None:
+            self._keep(rank, *unpack(message))
+        return bool(box)
 
     def _receive(self, rank: int, deadline: float) -> bytes:
         while (message := self._next_message(rank)) is None:

@@ -34,9 +34,27 @@ class SocketControl(Control):
         self._keep(self._rank, topic, frame)
         self._send(pack(topic, frame))
 
+    def ready(self, topic: Topic) -> bool:
+        return all(box or self._drain(rank, box) for rank, box in enumerate(self._boxes_of(topic)))
+
+    def _drain(self, rank: int, box: deque[bytes]) -> bool:
+        """Take in what a rank has sent, without waiting; tell whether that ends the waiting for a frame."""
+        while not box and self._has_sent(rank):
+            try:
+                self._keep(rank, *unpack(self._receive(rank, 0.0)))
+            except PeerLost:
+                return True
+        return bool(box)
+
+    def _has_sent(self, rank: int) -> bool:
+        return bool(self._pollers[rank].poll(0))
+
+    def _boxes_of(self, topic: Topic) -> list[deque[bytes]]:
+        return [self._inbox.setdefault((rank, topic), deque()) for rank in range(len(self._links) + 1)]
+
     def collect(self, topic: Topic, seconds: float) -> list[bytes]:
         deadline = time.monotonic() + seconds
-        boxes = [self._inbox.setdefault((rank, topic), deque()) for rank in range(len(self._links) + 1)]
+        boxes = self._boxes_of(topic)
         for rank, box in enumerate(boxes):
             self._fill(rank, box, deadline, seconds)
         # Taken out only when all are there: who is interrupted while waiting can collect again.

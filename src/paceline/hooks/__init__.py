@@ -6,7 +6,7 @@ contents. It is called in plan order on every rank, and must start the same coll
 
 from paceline.hooks.average import average, noop, total
 from paceline.hooks.averaging import average_parameters
-from paceline.hooks.bucket import GradBucket, Hook, StatefulHook, is_sure, name_of, surely, way_of
+from paceline.hooks.bucket import GradBucket, Hook, StatefulHook, is_sure, may_join, name_of, surely, way_of
 from paceline.hooks.in_dtype import in_dtype
 from paceline.hooks.local_sgd import local_sgd
 from paceline.hooks.powersgd import powersgd
@@ -26,6 +26,7 @@ __all__ = [
     "in_dtype",
     "is_sure",
     "local_sgd",
+    "may_join",
     "name_of",
     "noop",
     "powersgd",

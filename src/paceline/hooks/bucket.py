@@ -40,14 +40,28 @@ Hook = Callable[[GradBucket, Comm], Pending]
 
 
 class StatefulHook:
-    """A hook that remembers something from step to step. Override what is needed."""
+    """A hook that remembers something from step to step. Override what is needed.
+
+    ``planned`` is the order of parameters that the plan was made from: the engine writes it whenever it has
+    been learned. ``plan_to_take`` is that of a saved run: the engine makes its plan from it before the next
+    backward, and sets it back to None.
+    """
+
+    planned: tuple[str, ...] = ()
+    plan_to_take: tuple[str, ...] | None = None
 
     def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
         """Start the bucket's collectives. Called in plan order, the same on every rank."""
         raise NotImplementedError
 
     def bind(self, named: Named, comm: Comm) -> None:
-        """Get to know the parameters and the ranks. Called once, by every rank, before the first bucket."""
+        """Get to know the parameters and the ranks. Called once, by every rank, before the first bucket.
+
+        Raise before anything is changed: a hook that was refused is as it was.
+        """
+
+    def begin(self) -> None:
+        """Note that a backward begins. Called once by the engine, on every rank, before the first bucket."""
 
     def settle(self) -> None:
         """Make the ranks' weights equal, if the hook lets them differ. Called by every rank before another
@@ -81,6 +95,11 @@ def surely(hook: H) -> H:
 def is_sure(hook: Hook) -> bool:
     """Tell whether the ranks may wait for a hook's collectives without asking each other first."""
     return getattr(hook, "is_sure", False)
+
+
+def may_join(hook: Hook) -> bool:
+    """Tell whether a hook can do without the steps of ranks that have run out of batches."""
+    return getattr(hook, "may_join", True)
 
 
 def way_of(hook: Hook) -> Way:

@@ -8,7 +8,17 @@ import torch
 
 from paceline.comm import Comm, Pending
 from paceline.hooks.average import average
-from paceline.hooks.bucket import GradBucket, Hook, Named, StatefulHook, is_sure, name_of
+from paceline.hooks.bucket import (
+    GradBucket,
+    Hook,
+    Named,
+    StatefulHook,
+    Way,
+    is_sure,
+    may_join,
+    name_of,
+    way_of,
+)
 from paceline.hooks.checks import check_inner
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -38,7 +48,21 @@ class InDtype:
         self.dtype = dtype
         self.inner = inner
         self.label = f"in_dtype({dtype}, {name_of(inner)})"
-        self.is_sure = is_sure(inner)
+
+    @property
+    def is_sure(self) -> bool:
+        """As the hook inside."""
+        return is_sure(self.inner)
+
+    @property
+    def may_join(self) -> bool:
+        """As the hook inside."""
+        return may_join(self.inner)
+
+    @property
+    def way(self) -> Way:
+        """As the hook inside, which may change its way from step to step."""
+        return way_of(self.inner)
 
     def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
         if bucket.flat.is_complex():
@@ -85,6 +109,16 @@ class StatefulInDtype(InDtype, StatefulHook):
     def bind(self, named: Named, comm: Comm) -> None:
         self.inner.bind(named, comm)
 
+    def begin(self) -> None:
+        self.inner.begin()
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    def average_now(self) -> None:
+        """Average the weights, if the hook inside lets them differ. A collective."""
+        self.inner.settle()
+
     def unbind(self) -> None:
         self.inner.unbind()
 
@@ -96,6 +130,24 @@ class StatefulInDtype(InDtype, StatefulHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(state)
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """The inner hook's, which saves it."""
+        return self.inner.planned
+
+    @planned.setter
+    def planned(self, order: tuple[str, ...]) -> None:
+        self.inner.planned = order
+
+    @property
+    def plan_to_take(self) -> tuple[str, ...] | None:
+        """The inner hook's, which loads it."""
+        return self.inner.plan_to_take
+
+    @plan_to_take.setter
+    def plan_to_take(self, order: tuple[str, ...] | None) -> None:
+        self.inner.plan_to_take = order
 
 
 class _CastBack(Pending):

@@ -99,14 +99,13 @@ class LocalSGD(RememberingHook):
         return "own" if self.is_local else "mean"
 
     def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
-        self._count(bucket)
         if not self.is_local:
             return average(bucket, comm)
         every, neighbours = self._comms[-1] if self._comms else (0, comm)
         return average(bucket, neighbours) if every == 1 else Pending(bucket.flat)
 
     def bind(self, named: Named, comm: Comm) -> None:
-        comms = self._split(comm) if comm.size > 1 else []
+        comms = self._split(comm) if comm.size > 1 else []  # a collective: before what one rank may refuse
         super().bind(named, comm)
         self._let_go()
         self._comms = comms

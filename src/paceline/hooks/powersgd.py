@@ -20,7 +20,7 @@ import torch
 
 from paceline.comm import Comm, Pending
 from paceline.hooks.average import average
-from paceline.hooks.bucket import GradBucket, Hook, name_of
+from paceline.hooks.bucket import GradBucket, Hook, Way, may_join, name_of, way_of
 from paceline.hooks.checks import check_number, check_stateless, check_whole
 from paceline.hooks.factors import Factors
 from paceline.hooks.matrices import Cut, as_one, by_parameter
@@ -78,12 +78,24 @@ class PowerSGD(RememberingHook):
         self._factors = Factors(self._rank, settings["seed"], is_warm=settings["warm_start"])
         self._cuts: dict[tuple[str, ...], Cut] = {}
 
+    @property
+    def way(self) -> Way:
+        """As the hook inside, which takes the means."""
+        return way_of(self._inner)
+
+    @property
+    def may_join(self) -> bool:
+        """As the hook inside."""
+        return may_join(self._inner)
+
     def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
-        self._count(bucket)
         if self.step <= self._settings["start_step"]:
             return self._inner(bucket, comm)
         cut = self._cut(bucket)
-        return Staged(self._stages(bucket, comm, cut)) if cut.blocks else self._inner(bucket, comm)
+        if cut.blocks:
+            return Staged(self._stages(bucket, comm, cut))
+        self._residuals.pay_out(bucket)
+        return self._inner(bucket, comm)
 
     def _stages(self, bucket: GradBucket, comm: Comm, cut: Cut) -> Stages:
         residuals = self._residuals.of(bucket) if self._settings["error_feedback"] else None
@@ -152,6 +164,8 @@ class Compression:
         self._bases: Tensors = []
         if residuals is not None:
             flat.add_(residuals)
+            if cut.rest:  # sent in full. Where buckets are matrices, it may have been in one in the last plan
+                torch._foreach_zero_([residuals[start:end] for start, end in cut.rest])
 
     def times(self, factors: Tensors) -> torch.Tensor:
         """Return what travels first: the rest as it is, and M Q of all matrices."""

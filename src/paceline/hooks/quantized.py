@@ -46,7 +46,6 @@ class Quantized(RememberingHook):
         self._residuals = Residuals()
 
     def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
-        self._count(bucket)
         numbers = _reals(bucket.flat)
         if not self._error_feedback:
             return _Mean(comm.gather(self._code.encode(numbers)[0]), self._code, bucket, comm.divisor)

@@ -1,14 +1,14 @@
 """What the hooks with a memory share: one model each, a count of steps, and a state that knows its rank."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 
 from paceline.comm import Comm
 from paceline.errors import name_some
-from paceline.hooks.bucket import GradBucket, Named, StatefulHook
+from paceline.hooks.bucket import Named, StatefulHook
 
 Shapes = Mapping[str, torch.Size]
 
@@ -21,8 +21,7 @@ class RememberingHook(StatefulHook):
     """
 
     def __init__(self) -> None:
-        self.step = 0  # how many backwards have begun to send
-        self._last_index = -1
+        self.step = 0  # how many backwards have begun
         self._place = (0, 1)  # the rank and the size that the memory is of
         self._is_loaded = False  # from a saved state, and not seen to fit a model yet
         self._comm: Comm | None = None
@@ -36,29 +35,35 @@ class RememberingHook(StatefulHook):
         if self._is_loaded:
             self._check_place(self._place, comm)
         self._check_shapes(self._shapes(), named)
+        self._check_order(self.plan_to_take, named)
+        if self._comm is None:
+            self.planned = self.plan_to_take or ()  # what was learned of another replica holds no more
         self._comm, self._named = comm, named
         self._place, self._is_loaded = (comm.rank, comm.size), False
 
     def unbind(self) -> None:
         self._comm, self._named = None, ()
 
-    def forget(self) -> None:
-        self._last_index = -1
+    def begin(self) -> None:
+        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         rank, size = self._place
-        return {"hook": type(self).__name__, "rank": rank, "size": size, "step": self.step}
+        mine = {"rank": rank, "size": size, "step": self.step, "planned": list(self.planned)}
+        return {"hook": type(self).__name__, **mine}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("hook") != type(self).__name__:
             raise ValueError(f"this is no state of {self!r}: it says hook={state.get('hook')!r}")
-        place = (state["rank"], state["size"])
+        place, step = (state["rank"], state["size"]), state["step"]
+        planned = tuple(state.get("planned", ()))
         if self._comm is not None:
             self._check_place(place, self._comm)
             shapes = {name: tensor.shape for name, tensor in state.get("residuals", {}).items()}
             self._check_shapes(shapes, self._named)
+            self._check_order(planned, self._named)
         self._load(state)
-        self.step, self._last_index = state["step"], -1
+        self.step, self.planned, self.plan_to_take = step, planned, planned or None
         self._place, self._is_loaded = place, self._comm is None
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -67,12 +72,6 @@ class RememberingHook(StatefulHook):
     def _shapes(self) -> Shapes:
         """Return the shapes of the parameters that something is remembered of."""
         return {}
-
-    def _count(self, bucket: GradBucket) -> None:
-        """Notice the first bucket of a backward. It need not be the plan's first: some are left out."""
-        if bucket.index <= self._last_index or self._last_index < 0:
-            self.step += 1
-        self._last_index = bucket.index
 
     def _check_place(self, place: tuple[int, int], comm: Comm) -> None:
         if place != (comm.rank, comm.size):
@@ -85,6 +84,13 @@ class RememberingHook(StatefulHook):
     def _check_shapes(self, remembered: Shapes, named: Named) -> None:
         shapes = {name: parameter.shape for name, parameter in named}
         odd = [name for name, shape in remembered.items() if shapes.get(name) != shape]
+        self._refuse_strangers(odd)
+
+    def _check_order(self, order: Sequence[str] | None, named: Named) -> None:
+        names = {name for name, _ in named}
+        self._refuse_strangers([name for name in order or () if name not in names])
+
+    def _refuse_strangers(self, odd: Sequence[str]) -> None:
         if odd:
             raise ValueError(
                 f"what {self!r} remembers is of other parameters than this model's: {name_some(odd)}. Load "

@@ -37,6 +37,14 @@ class Residuals:
             self._by_name[name] = view
         return flat
 
+    def pay_out(self, bucket: GradBucket) -> None:
+        """Add what is left of a bucket to it, and keep nothing: it is not compressed any more."""
+        if not self._by_name.keys().isdisjoint(bucket.names):
+            bucket.flat.add_(self.of(bucket))
+            del self._flats[tuple(bucket.names)]
+            for name in bucket.names:
+                del self._by_name[name]
+
     def clear(self) -> None:
         """Start anew from zeros."""
         self._by_name, self._flats = {}, {}

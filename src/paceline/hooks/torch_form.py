@@ -1,5 +1,6 @@
 """Hooks in torch's form, ``hook(state, bucket) -> Future``, run unchanged."""
 
+import copy
 import inspect
 import typing
 from collections.abc import Callable, Sequence
@@ -62,6 +63,12 @@ class FromTorch:
             )
         return FutureResult(future, bucket, _name(self.hook))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FromTorch":
+        twin = memo[id(self)] = FromTorch.__new__(FromTorch)
+        twin.__dict__.update(self.__dict__)
+        twin.state, twin.hook = (_copied_or_shared(part, memo) for part in (self.state, self.hook))
+        return twin
+
 
 class FutureResult(Pending):
     """What a hook in torch's form has promised."""
@@ -83,6 +90,18 @@ class FutureResult(Pending):
                 f"{expected} elements, got {got}"
             )
         return value
+
+
+def _copied_or_shared(part: Any, memo: dict[int, Any]) -> Any:
+    """Copy a part of a hook, or share what cannot be copied: process groups, and what holds them."""
+    before = dict(memo)
+    try:
+        return copy.deepcopy(part, memo)
+    except Exception:
+        # Half-made copies must not be found by who copies the same things later.
+        memo.clear()
+        memo.update(before)
+        return part
 
 
 def check_torch_hook(hook: Any) -> None:

@@ -1,0 +1,62 @@
+"""What every backward of one replica works with, as one value that is replaced as a whole."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from paceline.buffers import BufferSync
+from paceline.comm import Comm
+from paceline.control import Control
+from paceline.hooks import Hook, average, name_of
+
+Unused = Literal["allow", "error"]
+
+# Steps some parameters whose gradients all ranks have agreed on, and frees these gradients.
+Consumer = Callable[[Sequence[torch.Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How ranks that run out of batches are treated."""
+
+    divide_by: Literal["active", "initial"] = "active"
+    early: Literal["continue", "stop"] = "continue"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The ranks, how they talk, and what is done with a bucket."""
+
+    name: bytes  # the same on all ranks, different for each replica
+    comm: Comm
+    control: Control
+    hook: Hook
+    unused: Unused = "allow"
+    buffers: BufferSync | None = None
+    skip_unused: bool = False  # do not send buckets that no rank has put anything into
+    joining: Joining | None = None  # set inside join()
+    consumer: Consumer | None = None  # the optimizer, if it runs inside backward
+
+    def scale_on(self, device: torch.device) -> float:
+        """Return the factor that copying a gradient folds in: the mean's, if the hook is the plain mean."""
+        return self.comm.mean_factor(device) if self.hook is average and not self.joining else 1.0
+
+    def topic(self, kind: bytes) -> bytes:
+        """Name a kind of frame of this replica."""
+        return self.name + b"." + kind
+
+    @cached_property
+    def terms(self) -> list[str]:
+        """What has to be the same on every rank besides the plan, in words."""
+        settings = [f"hook {name_of(self.hook)}", f"skip_unused={self.skip_unused}"]
+        settings += [f"inside join({self.joining})"] if self.joining else []
+        return [*settings, "optimizer in backward"] if self.consumer else settings
+
+    @cached_property
+    def terms_digest(self) -> int:
+        """Four bytes that stand for the terms."""
+        return zlib.crc32("|".join(self.terms).encode())
