@@ -4,7 +4,6 @@ It runs before or after each forward of the wrapper, in place of taking one rank
 futures: they are waited for when backward ends.
 """
 
-import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 
 from paceline.hooks import name_of
+from paceline.hooks.checks import odd_signature
+from paceline.torch_private import unnoticed_by_autograd
 
 LOCATIONS = ("PRE_FORWARD", "POST_FORWARD")
 
@@ -53,21 +54,13 @@ class BufferHook:
 def _unnoticed(buffers: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
     """Let a forward have saved the buffers whose backward is still to come, as torch does."""
     versioned = tuple(buffer for buffer in buffers if not buffer.is_inference())
-    autograd: Any = torch.autograd
-    context: AbstractContextManager[Any] = autograd._unsafe_preserve_version_counter(versioned)
-    return context
+    return unnoticed_by_autograd(versioned)
 
 
 def _check(hook: Any) -> None:
     if not callable(hook):
         raise TypeError(f"a buffer hook has to be a function of (state, buffers), got {type(hook).__name__}")
-    try:
-        signature = inspect.signature(hook)
-    except ValueError:
-        return  # made in C, and silent about its arguments
-    try:
-        signature.bind(None, {})
-    except TypeError as error:
+    if (signature := odd_signature(hook, 2)) is not None:
         raise TypeError(
             f"a buffer hook has to be a function of (state, buffers), but it is {name_of(hook)}{signature}"
-        ) from error
+        )

@@ -147,7 +147,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def reducer(self) -> ReducerFace:
         """The engine, under the names of torch's reducer."""
-        return ReducerFace(self._engine, self._replica.size if self._replica else 1)
+        return ReducerFace(self._engine)
 
     @property
     def _engine(self) -> Reducer | None:

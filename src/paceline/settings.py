@@ -1,6 +1,5 @@
 """How a module is replicated: the settings, and what is refused before anything is sent."""
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from paceline.buffer_policies import Policies, Policy
 from paceline.buffers import names_of
 from paceline.errors import name_some
 from paceline.hooks import Hook, average, in_dtype, is_sure, name_of
+from paceline.hooks.checks import odd_signature
 from paceline.plan import Caps, Wishes
 from paceline.precision import Precision
 from paceline.wiring import Unused
@@ -71,18 +71,12 @@ def check_hook(hook: Any) -> None:
     """Refuse what cannot be called as ``hook(bucket, comm)``."""
     if not callable(hook):
         raise TypeError(f"hook has to be a function of (bucket, comm), got {type(hook).__name__}")
-    try:
-        signature = inspect.signature(hook)
-    except ValueError:
-        return  # made in C, and silent about its arguments
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
+    if (signature := odd_signature(hook, 2)) is not None:
         name = name_of(hook)
         raise TypeError(
             f"hook has to be a function of (bucket, comm), but it is {name}{signature}; a hook in torch's "
             "form, (state, bucket), goes to register_comm_hook() or paceline.hooks.FromTorch(state, hook)"
-        ) from error
+        )
 
 
 def check_beside_optimizer(hook: Hook, unused: Unused) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.errors import name_some
 from paceline.reducer import Reducer
 
 BROADCAST_NBYTES = 250 * 1024 * 1024
@@ -18,9 +19,8 @@ BROADCAST_NBYTES = 250 * 1024 * 1024
 class ReducerFace:
     """The engine under the names of torch's reducer."""
 
-    def __init__(self, engine: Reducer | None, size: int) -> None:
+    def __init__(self, engine: Reducer | None) -> None:
         self._engine = engine
-        self._size = size
 
     def prepare_for_backward(self, outputs: Any) -> None:
         """Accept torch's announcement of a backward; the first gradient is announcement enough."""
@@ -54,11 +54,11 @@ def name_parameters(module: nn.Module, parameters: Sequence[torch.Tensor]) -> di
     strange = sum(key not in names for key in given)
     if strange:
         raise ValueError(
-            f"Expected param to name mapping for the {len(names)} trained parameters, got {strange} others"
+            f"these {len(parameters)} parameters cannot all be named: {strange} of them are not trained here"
         )
     missing = [name for key, name in names.items() if key not in given]
     if missing:
-        raise ValueError(f"Param with name {missing[0]} is trained by this module, but was not given")
+        raise ValueError(f"{name_some(missing)} are trained here as well, but were not given")
     return {place: names[id(p)] for place, p in enumerate(parameters)}
 
 

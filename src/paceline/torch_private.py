@@ -8,6 +8,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
     torch._C._nn.unflatten_dense_tensors       and back, as views
     ProcessGroup._get_backend, its options._timeout
+    torch.autograd._unsafe_preserve_version_counter, torch._C.Future
     torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
     torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
@@ -16,6 +17,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Protocol
@@ -24,6 +26,7 @@ import torch
 from torch.autograd import Variable
 
 Node = torch.autograd.graph.Node
+CFuture = torch._C.Future  # what a collective's get_future() returns
 
 _DOOR = "_engine_run_backward"
 _CLIP = "_clip_grads_with_norm_"
@@ -157,6 +160,13 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
         clip(parameters, *args, **kwargs)
 
     setattr(clipping, _CLIP, check_and_clip)
+
+
+def unnoticed_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+    """Let tensors be written inside although a forward has saved them whose backward is still to come."""
+    autograd: Any = torch.autograd
+    context: AbstractContextManager[Any] = autograd._unsafe_preserve_version_counter(tensors)
+    return context
 
 
 def backend_of(group: Any, device: str) -> str | None:

@@ -1,8 +1,22 @@
 """Arguments of hooks are checked when a hook is made, long before the first bucket."""
 
+import inspect
 from typing import Any
 
 from paceline.hooks.bucket import StatefulHook
+
+
+def odd_signature(function: Any, arguments: int) -> str | None:
+    """Return a function's signature if it cannot be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return None  # made in C, and silent about its arguments
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return str(signature)
+    return None
 
 
 def check_whole(hook: str, name: str, value: Any, least: int) -> None:

@@ -1,7 +1,6 @@
 """Hooks in torch's form, ``hook(state, bucket) -> Future``, run unchanged."""
 
 import copy
-import inspect
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,8 @@ import torch
 
 from paceline.comm import Comm, Pending
 from paceline.hooks.bucket import GradBucket
+from paceline.hooks.checks import odd_signature
+from paceline.torch_private import CFuture
 
 TorchHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -56,7 +57,7 @@ class FromTorch:
 
     def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
         future = self.hook(self.state, BucketView(bucket))
-        if not isinstance(future, torch.futures.Future | torch._C.Future):
+        if not isinstance(future, torch.futures.Future | CFuture):
             raise TypeError(
                 f"the communication hook {_name(self.hook)} has to return a torch.futures.Future, got "
                 f"{type(future).__name__}"
@@ -110,21 +111,15 @@ def check_torch_hook(hook: Any) -> None:
         raise TypeError(
             f"a communication hook must be callable as hook(state, bucket), got {type(hook).__name__}"
         )
-    try:
-        signature = inspect.signature(hook)
-        bound = signature.bind(None, None)
-    except ValueError:
-        return  # made in C, and silent about its arguments
-    except TypeError as error:
+    if (signature := odd_signature(hook, 2)) is not None:
         raise TypeError(
             f"the communication hook {_name(hook)} has to take (state, bucket), but it is "
-            f"{_name(hook)}{inspect.signature(hook)}"
-        ) from error
-    bucket = list(bound.signature.parameters.values())[-1 if len(bound.signature.parameters) < 2 else 1]
+            f"{_name(hook)}{signature}"
+        )
     hints = _hints(hook)
-    _check_hint(hook, "bucket", hints.get(bucket.name), (GradBucket, BucketView, Any))
+    _check_hint(hook, "bucket", hints.get("bucket"), (GradBucket, BucketView, Any))
     future = torch.futures.Future
-    _check_hint(hook, "result", hints.get("return"), (future, future[torch.Tensor], torch._C.Future, Any))
+    _check_hint(hook, "result", hints.get("return"), (future, future[torch.Tensor], CFuture, Any))
 
 
 def _check_hint(hook: Any, what: str, hint: Any, allowed: Sequence[Any]) -> None:
