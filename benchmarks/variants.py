@@ -84,7 +84,7 @@ def _echoing() -> Iterator[None]:
     def post(_self: Any, topic: bytes, frame: bytes) -> None:
         posted[topic] = frame
 
-    def collect(_self: Any, topic: bytes, _seconds: float) -> list[bytes]:
+    def collect(_self: Any, topic: bytes, _seconds: float, _waiter: Any = None) -> list[bytes]:
         return [posted.pop(topic)] * size
 
     control = {"post": post, "collect": collect, "ready": lambda _self, _topic: True}

@@ -84,7 +84,7 @@ def test_an_exception_inside_an_accumulate_block_is_told(rank: int) -> None:
 
     seen = outcome_of(step)
 
-    assert seen == "KeyError: 'no such batch'" if rank == 0 else "rank 0 raised during its backward" in seen
+    assert seen == "KeyError: 'no such batch'" if rank == 0 else "rank 0 raised in its loop" in seen
     goes_on(rank, model)
 
 

@@ -206,7 +206,7 @@ def test_collectives_and_bytes_are_counted(recorder, hand):
 
 def test_a_counted_comm_counts_every_kind_of_collective(recorder):
     record = recorder.start(0, in_backward=False)
-    comm = CountedComm(SoloComm(), record).among(1)
+    comm = CountedComm(SoloComm(), record)
 
     comm.total(torch.zeros(1))
     comm.average(torch.zeros(2))

@@ -99,11 +99,11 @@ def until_waiting(handle):
     record = {"offset": 0.0}
     original = handle.reducer._wiring.control.collect
 
-    def collect(topic, seconds):
+    def collect(topic, seconds, waiter=None):
         if topic.endswith(b"opening") and not record["offset"]:
             dist.send(torch.ones(1), dst=1, tag=9)
             record["offset"] = 1000.0
-        return original(topic, seconds)
+        return original(topic, seconds, waiter)
 
     handle.reducer._wiring.control.collect = collect
     return lambda: time.perf_counter() + record["offset"]

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.errors import CommunicationFault as CommunicationFault
     from paceline.errors import InputsExhausted as InputsExhausted
     from paceline.errors import LaunchError as LaunchError
+    from paceline.errors import NotFinite as NotFinite
     from paceline.errors import PacelineError as PacelineError
     from paceline.errors import PeerFailed as PeerFailed
     from paceline.errors import PeerLost as PeerLost
+    from paceline.errors import PeerTimeout as PeerTimeout
     from paceline.errors import RanksDisagree as RanksDisagree
     from paceline.errors import UnsyncedGradients as UnsyncedGradients
     from paceline.errors import UnusedParameters as UnusedParameters
@@ -22,22 +25,31 @@ if TYPE_CHECKING:
     from paceline.launch.world import World as World
     from paceline.launch.world import world as world
     from paceline.precision import Precision as Precision
+    from paceline.rehearsal import rehearse as rehearse
     from paceline.replication import Replica as Replica
     from paceline.replication import accumulate as accumulate
+    from paceline.replication import audit as audit
+    from paceline.replication import batch as batch
+    from paceline.replication import busy as busy
     from paceline.replication import no_sync as no_sync
     from paceline.replication import replica as replica
     from paceline.replication import replicate as replicate
+    from paceline.replication import skip as skip
+    from paceline.replication import weight as weight
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "paceline.ddp": ["DistributedDataParallel"],
     "paceline.errors": [
+        "CommunicationFault",
         "InputsExhausted",
         "LaunchError",
+        "NotFinite",
         "PacelineError",
         "PeerFailed",
         "PeerLost",
+        "PeerTimeout",
         "RanksDisagree",
         "UnsyncedGradients",
         "UnusedParameters",
@@ -46,7 +58,19 @@ _HOMES = {
     "paceline.joining": ["join"],
     "paceline.launch.world": ["World", "world"],
     "paceline.precision": ["Precision"],
-    "paceline.replication": ["Replica", "accumulate", "no_sync", "replica", "replicate"],
+    "paceline.rehearsal": ["rehearse"],
+    "paceline.replication": [
+        "Replica",
+        "accumulate",
+        "audit",
+        "batch",
+        "busy",
+        "no_sync",
+        "replica",
+        "replicate",
+        "skip",
+        "weight",
+    ],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -11,21 +11,26 @@ collectives always match, and training can go on.
 
 import contextlib
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from paceline.buffers import Turn
 from paceline.comm import Comm, Pending
-from paceline.errors import PacelineError, RanksDisagree, name_ranks, name_some
-from paceline.frames import Closing, Opening, Round
-from paceline.hooks import GradBucket, StatefulHook, is_sure, way_of
+from paceline.errors import PacelineError, RanksDisagree
+from paceline.frames import Closing, Kind, Opening
+from paceline.hooks import GradBucket, InOrder, StatefulHook, is_sure, way_of
 from paceline.landing import Flight, hook_failed, land, land_in_rounds
+from paceline.meeting import Meeting
 from paceline.recorder import CountedComm, StepRecord
 from paceline.remote import refuse_context
+from paceline.retrace import Retraceable
 from paceline.shelf import APART, NOWHERE, Layout, Packet, SparseGradient
 from paceline.sparse import Share, gather_rows
-from paceline.tally import Outcome, Tally, exhausted, mixed_up, peer_failed
+from paceline.tally import Outcome, Tally, mixed_up, peer_failed
+from paceline.tree import Tree
+from paceline.weights import NOTHING, Ledger
 from paceline.wiring import Consumer, Wiring
 
 TELL_SECONDS = 60.0  # how long a rank that has failed waits for the others to hear of it
@@ -46,11 +51,19 @@ class TooLate(Exception):
 class LocalBackward:
     """A backward inside ``no_sync()``: it only notes what now differs between the ranks."""
 
-    def __init__(self, local: set[int]) -> None:
+    def __init__(self, local: set[int], tree: Tree | None = None, *, counts: bool = True) -> None:
         self._local = local
+        self._tree = tree
+        self._counts = counts
 
     def arrived(self, parameter: int) -> None:
-        self._local.add(parameter)
+        if self._counts:
+            self._local.add(parameter)
+
+    def finish(self) -> None:
+        """Add up what has come, where that is not left to autograd."""
+        if self._tree is not None and self._counts:
+            self._tree.push()
 
 
 class SyncedBackward:
@@ -61,7 +74,13 @@ class SyncedBackward:
     """
 
     def __init__(
-        self, wiring: Wiring, layout: Layout, record: StepRecord, local: set[int], held: set[int]
+        self,
+        wiring: Wiring,
+        layout: Layout,
+        record: StepRecord,
+        local: set[int],
+        held: set[int],
+        tree: Tree | None = None,
     ) -> None:
         self._wiring = wiring
         self.record = record
@@ -69,6 +88,8 @@ class SyncedBackward:
         self._route = layout.route
         self._local = local
         self._held = held
+        self._tree = tree
+        self._weight = 1.0
         self._in_graph = False
         self._hold = False
         self._hidden = False
@@ -88,29 +109,56 @@ class SyncedBackward:
         self._is_due = False  # a bucket is complete, but not every rank has opened
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
         self._agreed = False
-        self._comm: Comm = CountedComm(wiring.comm, record)
-        self._joined = False
-        self.active: Sequence[int] = range(wiring.comm.size)  # the ranks that have batches
+        counted = CountedComm(wiring.comm, record)
+        self._comm: Comm = counted if tree is None else InOrder(counted)
+        if not is_sure(wiring.hook):
+            self._comm = Retraceable(self._comm)
+        self._meeting = Meeting(wiring, layout.plan, record)
+        self._adds_nothing = False
+        self._set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
         self.is_behind = (
             False  # the optimizer inside backward raised, so this rank's weights are not the others'
         )
         self.is_out_of_step = False  # the ranks' collectives do not match any more
-        self.step = record.step  # after the opening: the highest step that any rank is at
+        self.is_dropped = False  # all ranks have agreed to go on without these gradients
+
+    @property
+    def step(self) -> int:
+        """Which step this is; after the opening, the highest that any rank is at."""
+        return self._meeting.step
+
+    @property
+    def active(self) -> Sequence[int]:
+        """The ranks that have batches."""
+        return self._meeting.active
 
     def open(
-        self, *, in_graph: bool = False, hold: bool = False, joined: bool = False, failure: str = ""
+        self,
+        kind: Kind,
+        ledger: Ledger,
+        *,
+        stepped: int = 0,
+        in_graph: bool = False,
+        hold: bool = False,
+        set_back: Callable[[], None] | None = None,
+        failure: str = "",
+        where: str = "",
     ) -> None:
         """Tell the others that a backward starts here, or that it cannot. Does not wait for them.
 
-        ``in_graph`` says that the gradients are part of a graph themselves (create_graph=True), ``hold`` that
-        nothing can be sent before the end, ``joined`` that this rank has no batch and only keeps the others
-        company.
+        ``stepped`` counts the optimizer steps made here. ``in_graph`` says that the gradients are part of a
+        graph themselves (create_graph=True), ``hold`` that nothing can be sent before the end. With
+        ``set_back`` the gradients of this backward do not count: it is called before anything is sent.
         """
-        self._in_graph, self._joined = in_graph, joined
-        self._hold = in_graph or hold
-        terms = self._wiring.terms_digest
-        frame = Opening(self.step, self._layout.plan.digest, terms, joined, failure).pack()
-        self._wiring.control.post(self._wiring.topic(b"opening"), frame)
+        self._in_graph, self._set_back = in_graph, set_back
+        self._adds_nothing = kind in NOTHING
+        self._weight = 1.0 if ledger.total is None else ledger.total
+        self._hold = in_graph or hold or set_back is not None
+        step, wiring = self.step, self._wiring
+        told = [rider.opens(step) for rider in wiring.riders] if not failure else ()
+        digest, terms = self._layout.plan.digest, wiring.terms_digest
+        opening = Opening(step, digest, terms, kind, ledger.total, stepped, told, failure, where)
+        self._meeting.open(opening, ledger.unit)
 
     # ---- gradients arrive ------------------------------------------------------------------------
 
@@ -126,13 +174,17 @@ class SyncedBackward:
         self._seen[parameter] = None
         if self._hold or parameter in self._held:
             return
-        if position is not None:
+        if position is not None and not self._is_partial(parameter):
             self._packets[place].take(position, hide=self._hidden)
         self._waiting[place] -= 1
         # Several device threads may be here at once; one of them sends.
         is_next = not self._waiting[place] and place == len(self._flights)
         if (is_next or self._is_due) and not self._sending:
             self._send_complete()
+
+    def _is_partial(self, parameter: int) -> bool:
+        """Tell whether a gradient has to be added to other micro-batches' before it goes out."""
+        return self._tree is not None and self._tree.holds(parameter)
 
     def _arrived_apart(self, parameter: int, place: int) -> None:
         """Note a gradient without a slot: a sparse one, or one of a parameter frozen since its forward."""
@@ -159,7 +211,7 @@ class SyncedBackward:
         if place < 0:
             return
         if self._hold or place >= len(self._flights):
-            if position is not None and not self._hold:
+            if position is not None and not self._hold and not self._is_partial(parameter):
                 self._packets[place].take(position, hide=self._hidden)  # adds to what was taken before
         elif self._hidden and parameter not in self.settled:
             self._late.add(parameter)
@@ -175,8 +227,7 @@ class SyncedBackward:
         # In plan order, never in arrival order: two ranks that start the same two buckets in different
         # orders wait for each other forever.
         # A rank that is ahead goes on computing until the others have opened, too.
-        opening = self._wiring.topic(b"opening")
-        self._is_due = not (self._agreed or self._hurries or self._wiring.control.ready(opening))
+        self._is_due = not (self._agreed or self._hurries or self._meeting.is_complete)
         if self._is_due:
             return
         self._sending = True
@@ -185,6 +236,17 @@ class SyncedBackward:
                 self._send_next()
         finally:
             self._sending = False
+
+    @property
+    def progress(self) -> str:
+        """How far it has come. Asked by another thread."""
+        count, complete = len(self._waiting), self._waiting.count(0)
+        return f"bucket {min(complete + 1, count)} of {count}"
+
+    @property
+    def is_void(self) -> bool:
+        """Whether this backward counts on no rank, because all have dropped what was under way."""
+        return self._meeting.is_void
 
     def hurry(self) -> None:
         """Wait for the others' openings from now on, where a bucket is complete."""
@@ -197,12 +259,17 @@ class SyncedBackward:
         self.agree()
         packet = self._packets[len(self._flights)]
         with torch.no_grad():
-            if empty or self._joined:
+            if self._tree is not None and not empty:
+                self._tree.fold(packet.shelf.indices, self._weight)
+            empty |= self._adds_nothing or not self._factor
+            if empty:
                 packet.fill_with_zeros()
             else:
                 self._fill(packet)
+                if self._factor != 1:
+                    packet.flat.mul_(self._factor)
             self._flights.append(Flight(packet, self._start(packet)))
-            if empty or self._joined:
+            if empty:
                 return
             if not self._in_graph:
                 packet.put_views(self._seen.keys() - self._aside.keys(), hide=self._hidden)
@@ -238,6 +305,8 @@ class SyncedBackward:
         )
         if self._skipped and bucket.index in self._skipped:
             return Pending(packet.flat)
+        for rider in self._wiring.riders:
+            rider.goes_out(bucket)
         self._wiring.control.note(b"%b %d" % (self._wiring.name, bucket.index))
         self.record.hands_over()
         try:
@@ -276,80 +345,52 @@ class SyncedBackward:
             self._agree()
 
     def _agree(self, seconds: float | None = None) -> None:
-        """Wait for everybody's opening. Nothing is added up unless all are at the same step with the same
-        plan.
-        """
-        since = self.record.waits()
-        openings = [Opening.unpack(frame) for frame in self._collect(b"opening", seconds)]
-        self.record.has_waited(since)
+        with self._until_settled():
+            self._meeting.agree(seconds)
         self._agreed = True
-        self.step = max(opening.step for opening in openings)
-        failed = {rank: opening.failure for rank, opening in enumerate(openings) if opening.failure}
-        alike = len({(opening.step, opening.digest, opening.terms) for opening in openings}) == 1
-        if failed or not alike:
-            self._phase = Phase.DONE
-        if failed:
-            raise peer_failed(self.step, failed)
-        if not alike:
-            raise self._disagreement(openings)
-        self._count_active([rank for rank, opening in enumerate(openings) if not opening.joined])
+        if isinstance(self._comm, InOrder):
+            self._comm.factor = self._meeting.share.scale / self._comm.size
         if isinstance(self._wiring.hook, StatefulHook) and self.active:
             self._wiring.hook.begin()
 
-    def _count_active(self, active: Sequence[int]) -> None:
-        """Find out who still has batches; who has none sends zeros."""
-        joining, everyone = self._wiring.joining, range(self._wiring.comm.size)
-        self.active = active
-        if joining is None or len(active) in (0, len(everyone)):
-            return
-        if joining.early == "stop":
-            self._phase = Phase.DONE
-            raise exhausted([rank for rank in everyone if rank not in active])
-        if joining.divide_by == "active":
-            self._comm = self._comm.among(len(active))
+    @contextlib.contextmanager
+    def _until_settled(self) -> Iterator[None]:
+        """Note that nothing is left to be said, if that is how it ends."""
+        try:
+            yield
+        except BaseException:
+            if self._meeting.is_settled:
+                self._phase = Phase.DONE
+            raise
 
-    def _disagreement(self, openings: Sequence[Opening]) -> RanksDisagree:
-        steps = [opening.step for opening in openings]
-        if len(set(steps)) > 1:
-            where = ", ".join(f"rank {rank} is at step {step}" for rank, step in enumerate(steps))
-            return RanksDisagree(
-                f"the ranks are not at the same step: {where}. A rank has run a backward more or less than "
-                "the others; make every rank run the same number of backwards. The gradients were dropped "
-                "on every rank."
-            )
-        lines = "\n".join([*self._layout.plan.lines(), *self._wiring.terms]).encode()
-        plans: list[set[str]] = [set(f.decode().split("\n")) for f in self._exchange(b"plan", lines)]
-        odd = sorted(set().union(*plans) - plans[0].intersection(*plans))
-        who = [f"{line} ({name_ranks([r for r, plan in enumerate(plans) if line in plan])})" for line in odd]
-        return RanksDisagree(
-            f"step {self.step}: the ranks would send different buckets. Only some ranks have: "
-            f"{name_some(who) if who else 'another order of the same parameters'}. Give every rank the "
-            "same parameters, frozen and trainable alike, the same bucket sizes and the same hook. The "
-            "gradients were dropped on every rank."
-        )
+    @property
+    def _factor(self) -> float:
+        """What this rank's gradients are multiplied by before the mean over all ranks."""
+        factor = self._meeting.share.factor if way_of(self._wiring.hook) == "mean" else 1.0
+        # In a fixed order the sum comes first, and then what it is divided by.
+        return factor if self._tree is None else float(factor != 0)
 
     def _exchange(self, kind: bytes, frame: bytes, seconds: float | None = None) -> list[bytes]:
-        self._wiring.control.post(self._wiring.topic(kind), frame)
-        return self._collect(kind, seconds)
-
-    def _collect(self, kind: bytes, seconds: float | None = None) -> list[bytes]:
-        try:
-            return self._wiring.control.collect(
-                self._wiring.topic(kind), seconds or self._wiring.comm.seconds
-            )
-        except RanksDisagree:
-            self._phase = Phase.DONE  # every rank knows
-            raise
+        with self._until_settled():
+            return self._meeting.exchange(kind, frame, seconds)
 
     # ---- backward ends ---------------------------------------------------------------------------
 
     def send_rest(self) -> None:
         """Send the buckets that have not gone out, with zeros in the slots that got no gradient."""
         self.record.has_computed()
+        self._forget_gradients()
         self.agree()
         self._find_skipped()
         while len(self._flights) < len(self._waiting):
             self._send_next()
+
+    def _forget_gradients(self) -> None:
+        """Take back what a backward has computed that does not count."""
+        if self._set_back is not None:
+            self._set_back()
+            self._set_back = None
+            self._seen.clear()
 
     def _find_skipped(self, seconds: float | None = None, *, failed: bool = False) -> None:
         """Agree on the buckets into which no rank has put anything; a rank that has failed has not."""
@@ -369,12 +410,13 @@ class SyncedBackward:
         """
         self.send_rest()
         shares = self._shares()
+        self._show_apart(shares)
         turn = self._buffers_due()
         tally = self._close(self._closing(shares, turn, learn=learn))
         # By now every rank has sent everything, so what follows waits for no one's computation.
         if tally.is_stuck:
-            self._phase, self.is_out_of_step = Phase.DONE, True
-            raise hook_failed(self.step, tally.failed)
+            self._phase = Phase.DONE
+            raise hook_failed(self.step, tally.failed, is_over=not self._catch_up())
         self._phase = Phase.CLOSED
         with torch.no_grad():
             self._receive(tally, turn)
@@ -383,8 +425,13 @@ class SyncedBackward:
         self.record.has_landed()
         # To a rank that has joined as well: what steps there, as ZeroRedundancyOptimizer does, must not step
         # on gradients of its last batch.
-        self._hand_out(tally.outcome.missing_everywhere, rows)
+        if self.is_dropped:
+            self._drop()
+        else:
+            self._hand_out(tally.outcome.missing_everywhere, rows)
         self._phase = Phase.DONE
+        for rider in self._wiring.riders:
+            rider.handed_out(self.step)
         if turn and turn.is_disputed:
             raise self._buffers_differ(turn)
         return tally.outcome
@@ -397,6 +444,7 @@ class SyncedBackward:
             tuple(sorted(self._late)),
             tuple(n for i, share in shares.items() for n in (i, share.count, share.came_dense)),
             buffers=turn.tell() if turn else b"",
+            told=[rider.closes(self.step) for rider in self._wiring.riders],
         )
 
     def _receive(self, tally: Tally, turn: Turn | None) -> None:
@@ -423,12 +471,25 @@ class SyncedBackward:
             self._wiring.control.trace = 0
             self._step_anyway(tally.outcome)
             raise error
+        try:
+            self.is_dropped = self._meeting.asks_to_drop(tally)
+        except Exception:
+            self._phase = Phase.DONE
+            raise
+
+    def _drop(self) -> None:
+        """Leave no gradient, on any rank."""
+        for index in self._layout.plan.members:
+            self._layout.parameters[index].grad = None
+        if isinstance(self._wiring.hook, StatefulHook):
+            self._wiring.hook.forget()
+        self.record.is_handed_out()
 
     def abandon(self, failure: str) -> None:
         """End a backward that has raised here: tell the others, and leave no collective of theirs
         unanswered.
         """
-        if self._phase is Phase.DONE:
+        if self._phase is Phase.DONE or self._meeting.is_void:
             return
         if self._phase is Phase.CLOSED:
             raise TooLate(failure)
@@ -440,7 +501,9 @@ class SyncedBackward:
             trace, stuck = self._wiring.control.trace, self.is_out_of_step
             tally = self._close(Closing(trace, self._used(), failure=failure, stuck=stuck), TELL_SECONDS)
             self._phase = Phase.DONE
-            if not tally.is_stuck:
+            if tally.is_stuck:
+                self._catch_up(TELL_SECONDS)
+            else:
                 self._land(surely=True)
                 self._step_anyway(tally.outcome)
 
@@ -461,21 +524,34 @@ class SyncedBackward:
     def _land(self, *, surely: bool) -> None:
         """Wait for the buckets. After a failure no result is used, and nothing has to be confirmed."""
         flights = [flight for flight in self._flights if not flight.is_consumed]
-        if is_sure(self._wiring.hook) or surely:
-            land(flights)
-            return
+        self._wiring.comm.waits(self._meeting)
         try:
-            land_in_rounds(flights, self._confirm, self.step)
+            if is_sure(self._wiring.hook) or surely:
+                land(flights)
+            else:
+                self._land_in_rounds(flights)
+        finally:
+            self._wiring.comm.waits(None)
+
+    def _land_in_rounds(self, flights: Sequence[Flight]) -> None:
+        try:
+            land_in_rounds(flights, self._meeting.confirm, self._catch_up, self.step)
         except BaseException:
-            self._phase, self.is_out_of_step = Phase.DONE, True
+            self._phase = Phase.DONE
             raise
 
-    def _confirm(self, told: Round) -> list[Round]:
-        return [Round.unpack(frame) for frame in self._exchange(b"round", told.pack())]
+    def _catch_up(self, seconds: float | None = None) -> bool:
+        """Bring the ranks' collectives level after a hook has raised on some; tell whether that is done."""
+        self.is_out_of_step = True
+        if isinstance(self._comm, Retraceable):
+            exchange = functools.partial(self._meeting.exchange, b"retrace", seconds=seconds)
+            self.is_out_of_step = not self._comm.catch_up(exchange)
+            self._wiring.control.trace = 0
+        return not self.is_out_of_step
 
     def _close(self, closing: Closing, seconds: float | None = None) -> Tally:
-        frames = self._exchange(b"closing", closing.pack(), seconds)
-        return Tally([Closing.unpack(frame) for frame in frames], self._layout.plan, self.step, self.active)
+        with self._until_settled():
+            return self._meeting.close(closing, seconds)
 
     def _buffers_due(self) -> Turn | None:
         """Return the turn of the buffers that are made equal at the end of this backward."""
@@ -485,7 +561,8 @@ class SyncedBackward:
         return None if buffers is None else buffers.turn_after_backward(self.step, with_forward=with_forward)
 
     def _send_buffers(self, turn: Turn, tally: Tally) -> None:
-        turn.send([closing.buffers for closing in tally.closings], self.active[0])
+        source = (*self._meeting.share.counted, *self.active)[0]
+        turn.send([closing.buffers for closing in tally.closings], source)
         self.record.counts(turn.tensors, turn.messages)
 
     def _buffers_differ(self, turn: Turn) -> RanksDisagree:
@@ -511,7 +588,7 @@ class SyncedBackward:
             view, parameter = self._packets[place].views[position], self._layout.parameters[index]
             mine = parameter.grad if index in self._late else None
             flat = torch.zeros_like(view) if mine is None else mine.clone(memory_format=torch.preserve_format)
-            view.add_(self._reduce_late(flat.contiguous()).view_as(view))
+            view.add_(self._reduce_late(flat.contiguous().view(-1)).view_as(view))
             if mine is not None:
                 parameter.grad = None
 
@@ -519,19 +596,34 @@ class SyncedBackward:
         way = way_of(self._wiring.hook)
         if way == "own":
             return flat
+        if self._factor != 1:
+            flat.mul_(self._factor)
         return (self._comm.average(flat) if way == "mean" else self._comm.total(flat)).wait()
 
     # ---- gradients that travel by rows -----------------------------------------------------------
 
+    def _show_apart(self, shares: dict[int, Share]) -> None:
+        """Let the riders see this rank's gradients that are in no bucket."""
+        if not self._wiring.riders:
+            return
+        apart = {index: share.values for index, share in shares.items()}
+        late = {index: self._layout.parameters[index].grad for index in self._late}
+        for index, gradient in (*apart.items(), *late.items()):
+            if gradient is not None:
+                for rider in self._wiring.riders:
+                    rider.goes_apart(self._layout.plan.specs[index].name, gradient)
+
     def _shares(self) -> dict[int, Share]:
         """Bring this rank's sparse gradients into the form in which they travel."""
-        if self._joined:
+        if self._adds_nothing:
             return {}
         parameters = self._layout.parameters
         # Those of earlier backwards as well: if another rank has added to one, all of it is reduced anew.
         there = {i: parameters[i].grad for i in self._layout.plan.sparse if parameters[i].grad is not None}
         gradients = {**there, **self._aside}
-        return {index: Share(gradient, parameters[index]) for index, gradient in gradients.items()}
+        return {
+            index: Share(gradient, parameters[index], self._factor) for index, gradient in gradients.items()
+        }
 
     def _gather_rows(self, shares: dict[int, Share], tally: Tally) -> dict[int, torch.Tensor]:
         """Return the reduced gradients of all parameters that had a sparse one on some rank."""

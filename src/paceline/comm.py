@@ -4,40 +4,72 @@ The only file below the wrappers that names ``torch.distributed``. A function th
 communicate. Collectives start in the order of the calls, and that order has to be the same on every rank.
 """
 
-import copy
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import PeerLost
-from paceline.torch_private import backend_of, timeout_of
+from paceline.abandoned import keep
+from paceline.errors import PeerLost, PeerTimeout
+from paceline.memory import Pages
+from paceline.places import here
+from paceline.torch_private import backend_of, sequence_of, timeout_of
+from paceline.waiting import LOOK_PAUSE, STALL_SECONDS, Patience, Waiter, Waiting
+
+MOST_PAGES = 256  # sizes of messages whose memory is kept in mind
 
 
 class Pending:
     """A collective under way. ``wait()`` returns its tensor; on a GPU the stream waits, not the host."""
 
-    def __init__(self, tensor: torch.Tensor, work: Any = None) -> None:
+    def __init__(self, tensor: torch.Tensor, work: Any = None, patience: Patience | None = None) -> None:
         self._tensor = tensor
         self._work = work
+        self._patience = patience
 
     def wait(self) -> torch.Tensor:
-        """Finish the collective. A transport that breaks is a lost peer."""
+        """Finish the collective. A transport that breaks is a lost peer, one that is silent a PeerTimeout."""
         if self._work is not None:
             try:
-                self._work.wait()
+                # Where the stream waits, the host does so only if it is told how long.
+                if self._patience is not None and self._tensor.device.type == "cpu":
+                    wait_with(self._patience.begins, self._work, self._patience.pause)
+                else:
+                    self._work.wait()
+            except PeerTimeout:
+                keep(self._work, self._tensor)
+                raise
             except RuntimeError as error:
-                raise PeerLost(
-                    f"a collective broke off: {_first_line(error)}. A rank has ended or its link is down; "
-                    "look for the first rank that failed, its own message says why."
-                ) from error
+                raise _broken_off(error) from error
             self._work = None
         return self._tensor
+
+    def is_done(self) -> bool:
+        """Tell whether ``wait()`` would return at once, or raise."""
+        return self._work is None or bool(self._work.is_completed())
 
     def advance(self) -> bool:
         """Wait for this collective and start the one that follows from it; tell whether there was one."""
         return False
+
+
+class _Share(Pending):
+    """One rank's part of what everybody has gathered."""
+
+    def __init__(self, gathered: Pending, rank: int) -> None:
+        self._gathered = gathered
+        self._rank = rank
+
+    def wait(self) -> torch.Tensor:
+        rows = self._gathered.wait()
+        return rows.view(len(rows), len(rows), -1)[:, self._rank]
+
+    def is_done(self) -> bool:
+        return self._gathered.is_done()
 
 
 class Comm(ABC):
@@ -48,14 +80,31 @@ class Comm(ABC):
     divisor: int  # what a mean divides by: the ranks that take part
     is_solo = False  # no other process, ever
     seconds: float  # how long a rank may keep the others waiting
+    stall_seconds: float = STALL_SECONDS  # when to say that one does
+
+    def set_patience(self, seconds: float | None, stall_seconds: float) -> None:
+        """Wait for other ranks as long as this; None leaves it as it is."""
+        self.seconds = self.seconds if seconds is None else seconds
+        self.stall_seconds = stall_seconds
+
+    def waits(self, waiter: Waiter | None) -> None:
+        """Hear who is going to wait for collectives, and can say what for."""
+        del waiter  # here nobody asks
 
     def mean_factor(self, device: torch.device) -> float:
         """Return what to multiply by before ``total()`` to get the mean; 1 if ``average()`` is as cheap."""
         return 1.0
 
-    def among(self, active: int) -> "Comm":
-        """Return the same comm for a step in which only some ranks have something to add."""
-        return self
+    def own_control(self) -> Any:
+        """Return the control plane that this comm brings along, if it does (see paceline.control)."""
+        return None
+
+    def claim(self, module: torch.nn.Module) -> None:  # noqa: B027 - most have nothing to refuse
+        """Refuse a module that cannot be this rank's own. Waits for nobody."""
+
+    def started_on(self) -> int:
+        """Count the collectives that were started over what is below, if that is counted there."""
+        return 0
 
     @abstractmethod
     def total(self, flat: torch.Tensor) -> Pending:
@@ -72,6 +121,10 @@ class Comm(ABC):
     @abstractmethod
     def gather(self, flat: torch.Tensor) -> Pending:
         """Lay the ranks' tensors, all of one size, side by side: the result has a row for each rank."""
+
+    def exchange(self, flat: torch.Tensor) -> Pending:
+        """Send the j-th of ``size`` equal parts to rank j: the result has a row from each rank."""
+        return _Share(self.gather(flat), self.rank)
 
     @abstractmethod
     def split(self, size: int) -> "Comm":
@@ -115,29 +168,33 @@ class GroupComm(Comm):
         self.rank = group.rank()
         self.size = self.divisor = group.size()
         self.seconds = timeout_of(group, _working_device(group))
+        self.patience = Patience(self.rank, self.size, self.seconds)
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
+        self._pages: dict[tuple[int, torch.dtype], Pages] = {}
         self._sum_options = _options(dist.ReduceOp.SUM)
         self._mean_options = _options(dist.ReduceOp.AVG)
+
+    def set_patience(self, seconds: float | None, stall_seconds: float) -> None:
+        super().set_patience(seconds, stall_seconds)
+        self.patience = Patience(self.rank, self.size, self.seconds, stall_seconds)
+
+    def waits(self, waiter: Waiter | None) -> None:
+        self.patience.waiter = waiter
 
     def mean_factor(self, device: torch.device) -> float:
         return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor
 
-    def among(self, active: int) -> Comm:
-        if active == self.divisor:
-            return self
-        twin = copy.copy(self)
-        twin.divisor = active
-        twin._mean_is_native = {}  # what is built in divides by everybody
-        return twin
+    def started_on(self) -> int:
+        return sequence_of(self.group)
 
     def total(self, flat: torch.Tensor) -> Pending:
-        return Pending(flat, self.group.allreduce([_real(flat)], self._sum_options))
+        return Pending(flat, self.group.allreduce([_real(flat)], self._sum_options), self.patience)
 
     def average(self, flat: torch.Tensor) -> Pending:
         if self.divisor == 1:
             return self.total(flat)
         if self._mean_is_native.get(flat.device.type):
-            return Pending(flat, self.group.allreduce([_real(flat)], self._mean_options))
+            return Pending(flat, self.group.allreduce([_real(flat)], self._mean_options), self.patience)
         # Divided before the sum, so that 16-bit sums do not overflow.
         return self.total(flat.mul_(1 / self.divisor))
 
@@ -145,12 +202,26 @@ class GroupComm(Comm):
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = True
-        return Pending(flat, self.group.broadcast([flat], options))
+        return Pending(flat, self.group.broadcast([flat], options), self.patience)
 
     def gather(self, flat: torch.Tensor) -> Pending:
-        rows = flat.new_empty(self.size, flat.numel())
+        rows = self._rows(flat, flat.numel())
         work = self.group._allgather_base(_real(rows).view(-1), _real(flat).contiguous().view(-1))
-        return Pending(rows, work)
+        return Pending(rows, work, self.patience)
+
+    def exchange(self, flat: torch.Tensor) -> Pending:
+        rows = self._rows(flat, flat.numel() // self.size)
+        work = self.group.alltoall_base(_real(rows).view(-1), _real(flat).view(-1), [], [])
+        return Pending(rows, work, self.patience)
+
+    def _rows(self, flat: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return room for a row from each rank; on a CPU in pages that need not be faulted in anew."""
+        if flat.device.type != "cpu":
+            return flat.new_empty(self.size, numel)
+        if len(self._pages) > MOST_PAGES:
+            self._pages.clear()
+        pages = self._pages.setdefault((numel, flat.dtype), Pages())
+        return pages.empty(self.size * numel, flat.dtype).view(self.size, numel)
 
     def split(self, size: int) -> Comm:
         if size < 1 or self.size % size:
@@ -160,22 +231,35 @@ class GroupComm(Comm):
         group = dist.new_group(everyone[first : first + size], use_local_synchronization=True)
         return GroupComm(group)
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        device = _working_device(self.group)
-        lengths = self._gather(torch.tensor([len(payload)], device=device))
-        longest = max(1, *(int(length) for length in lengths))
-        padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-        rows = self._gather(padded)
-        return [bytes(row.tolist())[: int(length)] for row, length in zip(rows, lengths, strict=True)]
+    def gather_bytes(
+        self, payload: bytes, finish: Callable[[Pending], torch.Tensor] = Pending.wait
+    ) -> list[bytes]:
+        device = self.working_device
+        lengths = finish(self.gather_small(torch.tensor([len(payload)], device=device))).flatten().tolist()
+        padded = payload.ljust(max(1, *lengths), b"\0")
+        rows = finish(
+            self.gather_small(torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device))
+        ).tolist()
+        return [bytes(row)[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        Pending(tensor, self.group.allgather([rows], [tensor])).wait()
-        return rows
+    def gather_small(self, flat: torch.Tensor) -> Pending:
+        """Gather by the collective that messages of set-up take."""
+        rows = flat.new_empty(self.size, flat.numel())
+        return Pending(rows, self.group.allgather([list(rows.unbind())], [flat]), self.patience)
+
+    @property
+    def working_device(self) -> torch.device:
+        """Where messages of set-up are while they travel."""
+        return _working_device(self.group)
 
 
 def comm_over(group: dist.ProcessGroup | None) -> Comm:
-    """Choose the comm for a group: the given one, else the default one, else this process alone."""
+    """Choose the comm for a group: the given one, else the default one, else this process alone.
+
+    A rank of a rehearsal has the comm of its place, and no other.
+    """
+    if here().comm is not None:
+        return _rehearsed(here().comm, group)
     if group is not None:
         if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
             raise ValueError(
@@ -187,6 +271,15 @@ def comm_over(group: dist.ProcessGroup | None) -> Comm:
         assert dist.group.WORLD is not None
         return GroupComm(dist.group.WORLD)
     return SoloComm()
+
+
+def _rehearsed(comm: Comm, group: dist.ProcessGroup | None) -> Comm:
+    if group is not None:
+        raise ValueError(
+            "the ranks of a rehearsal are threads, and no process group knows them; leave group and mesh out "
+            "inside rehearse()"
+        )
+    return comm
 
 
 def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
@@ -220,6 +313,35 @@ def _options(op: Any) -> Any:
 def _real(flat: torch.Tensor) -> torch.Tensor:
     """View complex numbers as pairs of reals, which every backend can add."""
     return torch.view_as_real(flat) if flat.is_complex() else flat
+
+
+def wait_with(begins: Callable[[], Waiting], work: Any, pause: timedelta = LOOK_PAUSE) -> None:
+    """Wait for a collective on the host, and look every now and then at who holds it up."""
+    waiting: Waiting | None = None
+    try:
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not yet, or broken: the last line tells
+                work.wait(pause)
+            if not work.is_completed():
+                waiting = waiting or begins()
+                waiting.look()
+    finally:
+        if waiting is not None:
+            waiting.end()
+    work.wait()
+
+
+def _broken_off(error: RuntimeError) -> PeerLost:
+    text = _first_line(error)
+    if "timed out" in text.lower():
+        return PeerTimeout(
+            f"a collective took longer than the process group's timeout: {text}. A rank is stuck or its link "
+            "is down; look at what the other ranks are doing, or give the process group a longer timeout."
+        )
+    return PeerLost(
+        f"a collective broke off: {text}. A rank has ended or its link is down; look for the first rank that "
+        "failed, its own message says why."
+    )
 
 
 def _first_line(error: BaseException) -> str:

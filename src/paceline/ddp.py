@@ -9,8 +9,8 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,15 +23,16 @@ from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm, GroupComm
 from paceline.ddp_arguments import caps_from, delayed_names, deprecated, move_to, single_device, syncs_buffers
 from paceline.errors import words_of
+from paceline.finite import Mode, read_mode
 from paceline.fused_optim import StepEach, StepInBackward
 from paceline.hooks import FromTorch, Hook, average, in_dtype
-from paceline.joining import WrapperJoin, WrapperJoinHook, last_of
+from paceline.joining import WrapperJoin, WrapperJoinHook, join, last_of
 from paceline.logging_data import Notes, logging_data
 from paceline.precision import Precision
 from paceline.reducer import Reducer
 from paceline.remote import current_context
 from paceline.replication import Replica, comm_for
-from paceline.settings import Settings, reducing_in
+from paceline.settings import Settings, check_deterministic, reducing_in, sparse_in
 from paceline.torch_names import (
     BROADCAST_NBYTES,
     ReducerFace,
@@ -68,10 +69,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        deterministic: bool = False,
+        check_finite: bool | Mode = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        comm = comm_for(process_group, device_mesh)
+        comm = comm_for(process_group, device_mesh, module)
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -95,9 +99,14 @@ class DistributedDataParallel(nn.Module, Joinable):
                 )
             self.device_ids, self.output_device = single_device(module, device_ids, output_device)
             precision = None if mixed_precision is None else Precision.of(mixed_precision)
+            hook = reducing_in(precision, average, module)
+            if deterministic:
+                check_deterministic(hook, sparse_in(module))
             return Settings(
                 caps=caps_from(bucket_cap_mb, bucket_cap_mb_list),
-                hook=reducing_in(precision, average, module),
+                hook=hook,
+                deterministic=deterministic,
+                check_finite=read_mode(check_finite),
                 precision=precision,
                 take_state=init_sync,
                 buffers=Policies.of("before_saving"),  # or whenever this wrapper asks
@@ -208,7 +217,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Prepare a forward, and move its inputs to the device."""
         if self._replica is None and torch.is_grad_enabled():
-            self._attach(comm_for(self._group.group, None))
+            self._attach(comm_for(self._group.group, None, self.module))
         if not self._lazy_init_ran:
             self._take_over_optimizers()
         if self._engine is not None:
@@ -272,6 +281,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    @property
+    def _is_rehearsed(self) -> bool:
+        return self._live_replica().comm.own_control() is not None
+
     # ---- communication hooks ---------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
@@ -279,6 +292,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         A hook of paceline's own goes to ``paceline.replica(model).set_hook(hook)``.
         """
+        if self._is_rehearsed:
+            raise ValueError(
+                "a hook in torch's form communicates over a process group, and a rehearsal has none; "
+                "rehearse with one of paceline.hooks"
+            )
         with self._noting_errors():
             self._set_hook(FromTorch(state, hook), getattr(hook, "__qualname__", type(hook).__qualname__))
 
@@ -299,7 +317,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _live_replica(self) -> Replica:
         if self._replica is None:  # loaded from a pickle, and not used yet
-            self._attach(comm_for(self._group.group, None))
+            self._attach(comm_for(self._group.group, None, self.module))
         assert self._replica is not None
         return self._replica
 
@@ -374,8 +392,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> Join:
+    ) -> Join | AbstractContextManager[None]:
         """Train inside although the ranks have different numbers of batches."""
+        if self._is_rehearsed:  # torch's own needs a process group
+            divide_by: Literal["initial", "active"] = "initial" if divide_by_initial_world_size else "active"
+            early: Literal["stop", "continue"] = "stop" if throw_on_early_termination else "continue"
+            return join(self, divide_by=divide_by, early=early) if enable else nullcontext()
         return WrapperJoin(
             self,
             enable,

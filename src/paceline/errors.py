@@ -4,8 +4,11 @@
     ├── RanksDisagree       the ranks hold different models, plans or steps
     ├── UnsyncedGradients   optimizer.step() would use gradients that only this rank has
     ├── UnusedParameters    unused="error", and a rank did not use a parameter
+    ├── NotFinite           check_finite=True, and a rank's gradient holds NaN or Inf
     ├── PeerFailed          another rank raised; its words are in the message
     ├── PeerLost            another rank is gone, or does not answer any more
+    │   └── PeerTimeout     the time that ranks may keep each other waiting is over
+    ├── CommunicationFault  the link between the ranks returns wrong data, or none
     ├── InputsExhausted     join(early="stop"), and a rank has run out of batches
     └── LaunchError         world() or `paceline run` could not start
 
@@ -13,7 +16,7 @@ A bad argument is a plain ``ValueError`` or ``TypeError`` at the call. Messages 
 what disagrees by name, and what to do next, and they are the same on every rank that raises.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 WORDS_LIMIT = 2000  # characters of an exception's text that travel to the other ranks
 
@@ -23,7 +26,17 @@ class PacelineError(RuntimeError):
 
 
 class RanksDisagree(PacelineError):
-    """Ranks that have to be alike are not: different models, plans or steps."""
+    """Ranks that have to be alike are not: different models, plans, steps or weights.
+
+    After an audit, ``tensors`` names what differs, and ``ranks`` are those that are not of the majority.
+    """
+
+    is_known = False  # every rank has raised this by itself, so nobody has to be told
+
+    def __init__(self, message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
+        self.ranks = tuple(ranks)
 
 
 class UnsyncedGradients(PacelineError):
@@ -48,13 +61,35 @@ class UnusedParameters(PacelineError):
         self.missing = dict(missing or {})
 
 
+class NotFinite(PacelineError):
+    """A rank's gradient holds NaN or Inf, and ``check_finite`` was asked for.
+
+    ``rank`` and ``parameter`` are the first; ``found`` maps each rank to the names of all its parameters.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int = -1,
+        parameter: str = "",
+        step: int = -1,
+        found: Mapping[int, tuple[str, ...]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+        self.step = step
+        self.found = dict(found or {})
+
+
 class PeerFailed(PacelineError):
-    """Another rank raised during this backward. ``rank`` and ``text`` say who and what."""
+    """Another rank raised in this step. ``rank``, ``type`` (a name) and ``text`` say who and what."""
 
     def __init__(self, message: str, rank: int = -1, text: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.text = text
+        self.type = text.partition(":")[0]
 
 
 class PeerLost(PacelineError):
@@ -63,6 +98,31 @@ class PeerLost(PacelineError):
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class CommunicationFault(PacelineError):
+    """A collective did not return what it has to: the link or its library is at fault, not the model.
+
+    ``ranks`` are those that saw it, ``places`` says where each rank runs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        collective: str = "",
+        backend: str = "",
+        ranks: Sequence[int] = (),
+        places: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.collective = collective
+        self.backend = backend
+        self.ranks = tuple(ranks)
+        self.places = dict(places or {})
+
+
+class PeerTimeout(PeerLost):
+    """Others were waited for until the time budget was over. ``rank`` is the first one that is missing."""
 
 
 class InputsExhausted(PacelineError):

@@ -5,36 +5,64 @@ closing   when all buckets are out: which parameters got a gradient here, or wha
 round     between the collectives of a hook that has several, or that may fail: whether all is well
 """
 
+import enum
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-_OPENING = struct.Struct("!Q8sI?")
-_CLOSING = struct.Struct("!?7I")
+_OPENING = struct.Struct("!Q8sIBdIH")
+_LENGTH = struct.Struct("!H")
+_CLOSING = struct.Struct("!?8I")
+
+
+class Kind(enum.IntEnum):
+    """Why a rank takes part in a reduction."""
+
+    BACKWARD = 0  # a backward runs here
+    EMPTY = 1  # accumulate() has ended, and this rank has run no backward inside
+    SKIPPED = 2  # skip(): this rank leaves its batch out
+    JOINED = 3  # this rank has run out of batches, and only keeps the others company
+    CHANGED = 4  # not a backward: the module has got other parameters
+    LEFT = 5  # not a backward: this rank has ended its loop
 
 
 @dataclass(frozen=True)
 class Opening:
     """Sent before the first bucket. A rank with a ``failure`` sends no bucket in this backward.
 
-    ``terms`` stands for what else has to be the same: the hook and its settings. A rank that has ``joined``
-    has run out of batches, and only keeps the others company.
+    ``terms`` stands for what else has to be the same: the hook and its settings. ``weight`` is what this
+    rank's gradients stand for, None outside of weight(). ``stepped`` counts the optimizer steps made so far.
+    ``told`` has what each rider has to say.
     """
 
     step: int
     digest: bytes
     terms: int = 0
-    joined: bool = False
+    kind: Kind = Kind.BACKWARD
+    weight: float | None = None
+    stepped: int = 0
+    told: Sequence[bytes] = ()
     failure: str = ""
+    where: str = ""  # it raised
 
     def pack(self) -> bytes:
-        return _OPENING.pack(self.step, self.digest, self.terms, self.joined) + _encode(self.failure)
+        weight = -1.0 if self.weight is None else self.weight
+        told = _pack_all(self.told)
+        head = _OPENING.pack(
+            self.step, self.digest, self.terms, self.kind, weight, self.stepped & 0xFFFFFFFF, len(told)
+        )
+        return head + told + _encode(f"{self.where}\n{self.failure}" if self.failure else "")
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Opening":
-        step, digest, terms, joined = _OPENING.unpack_from(frame)
-        return cls(step, digest, terms, joined, frame[_OPENING.size :].decode(errors="replace"))
+        step, digest, terms, kind, weight, stepped, length = _OPENING.unpack_from(frame)
+        end = _OPENING.size + length
+        told = _unpack_all(frame[_OPENING.size : end])
+        where, _, failure = frame[end:].decode(errors="replace").partition("\n")
+        given = None if weight < 0 else weight
+        return cls(step, digest, terms, Kind(kind), given, stepped, told, failure, where)
 
 
 @dataclass(frozen=True)
@@ -46,8 +74,8 @@ class Closing:
     ``arrival`` is the order in which gradients came, where it is asked for. ``late`` are the parameters that
     got one more gradient after their bucket was out. ``sparse`` has three numbers for each gradient that
     travels by itself: the parameter, how many rows it has, and whether it came as a dense one. ``buffers``
-    says which of them changed here (see paceline.buffers). A rank that is ``stuck`` has not sent everything,
-    because its hook raised.
+    says which of them changed here (see paceline.buffers). ``told`` has what each rider has to say. A rank
+    that is ``stuck`` has not sent everything, because its hook raised.
     """
 
     trace: int = 0
@@ -58,19 +86,21 @@ class Closing:
     failure: str = ""
     stuck: bool = False
     buffers: bytes = b""
+    told: Sequence[bytes] = ()
 
     def pack(self) -> bytes:
         numbers = (_pack(self.arrival), _pack(self.late), _pack(self.sparse))
-        parts = (self.used, *numbers, self.buffers, _encode(self.failure))
+        parts = (self.used, *numbers, self.buffers, _pack_all(self.told), _encode(self.failure))
         return _CLOSING.pack(self.stuck, self.trace, *(len(part) for part in parts)) + b"".join(parts)
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Closing":
         stuck, trace, *lengths = _CLOSING.unpack_from(frame)
         ends = accumulate(lengths, initial=_CLOSING.size)
-        used, *numbers, buffers, failure = (frame[start:end] for start, end in pairwise(ends))
+        used, *numbers, buffers, told, failure = (frame[start:end] for start, end in pairwise(ends))
         arrival, late, sparse = map(_unpack, numbers)
-        return cls(trace, used, arrival, late, sparse, failure.decode(errors="replace"), stuck, buffers)
+        words = failure.decode(errors="replace")
+        return cls(trace, used, arrival, late, sparse, words, stuck, buffers, _unpack_all(told))
 
 
 @dataclass(frozen=True)
@@ -90,6 +120,21 @@ class Round:
 
 def _encode(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
+
+
+def _pack_all(parts: Sequence[bytes]) -> bytes:
+    """Put parts of different lengths behind each other; nothing if all are empty."""
+    return b"".join([_LENGTH.pack(len(part)) + part for part in parts]) if any(parts) else b""
+
+
+def _unpack_all(frame: bytes) -> tuple[bytes, ...]:
+    parts: list[bytes] = []
+    start = 0
+    while start < len(frame):
+        (length,) = _LENGTH.unpack_from(frame, start)
+        start += _LENGTH.size + length
+        parts.append(frame[start - length : start])
+    return tuple(parts)
 
 
 def _pack(numbers: tuple[int, ...]) -> bytes:

@@ -4,7 +4,6 @@ So the gradients of the whole model never exist at once. What needs all of them 
 their common norm, cannot be had with it.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.errors import name_some
+from paceline.places import ByPlace
 from paceline.reducer import Reducer
 from paceline.torch_private import before_clipping
 
@@ -81,17 +81,18 @@ class NormGate:
     """Stands before ``clip_grad_norm_``: it would find no gradients, and say so to nobody."""
 
     def __init__(self) -> None:
-        self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._reducers: ByPlace[Reducer] = ByPlace()
 
     def add(self, reducer: Reducer) -> None:
         """Refuse to clip the gradients of this reducer while an optimizer inside backward has them."""
         if not self._reducers:
-            before_clipping(self._check)
+            before_clipping(self.check)
         self._reducers.add(reducer)
 
-    def _check(self, parameters: Sequence[torch.Tensor]) -> None:
+    def check(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse to take a norm of gradients that are gone."""
         given = {id(parameter) for parameter in parameters}
-        for reducer in self._reducers:
+        for reducer in self._reducers.here():
             if reducer.wiring.consumer is None:
                 continue
             names = [name for name, p in reducer.named() if id(p) in given and p.grad is None]

@@ -3,15 +3,16 @@
 While all gradients are agreed, the gate costs one address per parameter; only a suspicion looks closer.
 """
 
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import UnsyncedGradients, name_some
-from paceline.reducer import Reducer
+from paceline.places import ByPlace
+from paceline.reducer import Reducer, has_anything
 
 Suspects = Mapping[str, torch.Tensor]
 
@@ -20,19 +21,37 @@ class Guard:
     """Stands before every torch optimizer of this process while there are replicas to guard."""
 
     def __init__(self) -> None:
-        self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._reducers: ByPlace[Reducer] = ByPlace()
         self._handle: Any = None
+        self._is_held = False
 
     def add(self, reducer: Reducer) -> None:
         """Let no optimizer step on unsynced gradients of this reducer."""
         self._reducers.add(reducer)
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._on_step)
+        self._stand()
 
     def remove(self, reducer: Reducer) -> None:
         """Stop guarding a reducer."""
         self._reducers.discard(reducer)
-        if not self._reducers and self._handle is not None:
+        self._leave_if_idle()
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Stay for as long as the block runs: torch's hooks must not change while other threads step."""
+        self._is_held = True
+        self._stand()
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self._leave_if_idle()
+
+    def _stand(self) -> None:
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._on_step)
+
+    def _leave_if_idle(self) -> None:
+        if not self._is_held and not self._reducers and self._handle is not None:
             self._handle.remove()
             self._handle = None
 
@@ -54,53 +73,57 @@ class Guard:
         return args, {**kwargs, "closure": closure_then_check}
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        for reducer in list(self._reducers):
+        for reducer in self._reducers.here():
             check_step(reducer, optimizer)
 
 
 def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer would use gradients that the ranks have not agreed on."""
+    check_gradients(reducer, "optimizer.step()", optimizer)
+    reducer.note_step(optimizer)
+
+
+def check_gradients(reducer: Reducer, what: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Raise if something would use gradients, an optimizer's or all, that the ranks have not agreed on."""
     moved = reducer.moved()
     if moved:
-        _refuse_moved(reducer, moved, _ids(optimizer))
+        _refuse_moved(reducer, _of(optimizer, moved), what)
     if not reducer.all_agreed:
-        _refuse_local(reducer, reducer.unsynced(), _ids(optimizer))
+        _refuse_local(reducer, _of(optimizer, reducer.unsynced()), what)
 
 
-def _refuse_local(reducer: Reducer, suspects: Suspects, stepped: set[int]) -> None:
-    names = [name for name, p in suspects.items() if id(p) in stepped and _has_anything(p)]
+def left_unsynced(reducer: Reducer) -> list[str]:
+    """Name the parameters that hold a gradient which was never reduced."""
+    return [name for name, parameter in reducer.unsynced().items() if has_anything([parameter.grad])]
+
+
+def _refuse_local(reducer: Reducer, suspects: Suspects, what: str) -> None:
+    names = [name for name, p in suspects.items() if has_anything([p.grad])]
     if names:
         raise UnsyncedGradients(
-            f"step {reducer.step}: optimizer.step() would use gradients that only this rank has: "
+            f"step {reducer.step}: {what} would use gradients that only this rank has: "
             f"{name_some(names)}. {reducer.why_unsynced()}.",
             names,
         )
 
 
-def _refuse_moved(reducer: Reducer, suspects: Suspects, stepped: set[int]) -> None:
-    names = [name for name, p in suspects.items() if id(p) in stepped and p.grad is not None]
+def _refuse_moved(reducer: Reducer, suspects: Suspects, what: str) -> None:
+    names = [name for name, p in suspects.items() if p.grad is not None]
     if names:
         raise UnsyncedGradients(
-            f"step {reducer.step}: optimizer.step() would use gradients that were never reduced: "
+            f"step {reducer.step}: {what} would use gradients that were never reduced: "
             f"{name_some(names)}. These parameters were cast or moved after the model was replicated, and "
             "torch forgets its hooks then. Move the model first, or detach() and replicate it again.",
             names,
         )
 
 
-def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _has_anything(parameter: torch.Tensor) -> bool:
-    """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike
-    everywhere.
-    """
-    if parameter.grad is None:
-        return False
-    gradient = parameter.grad.detach()
-    values = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
-    return bool(torch.count_nonzero(values))
+def _of(optimizer: torch.optim.Optimizer | None, suspects: Suspects) -> Suspects:
+    """Return the suspects that an optimizer steps."""
+    if optimizer is None:
+        return suspects
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in suspects.items() if id(parameter) in stepped}
 
 
 guard = Guard()

@@ -12,6 +12,8 @@ from paceline.errors import PeerFailed, RanksDisagree, name_ranks, words_of
 from paceline.frames import Round
 from paceline.shelf import Packet
 
+DROPPED = "The gradients of this step were dropped on every rank."
+
 Exchange = Callable[[Round], Sequence[Round]]  # tells every rank, and returns what every rank told
 
 
@@ -49,8 +51,13 @@ def _advance(flights: Sequence[Flight]) -> bool:
     return sum(flight.pending.advance() for flight in flights) > 0
 
 
-def land_in_rounds(flights: Sequence[Flight], exchange: Exchange, step: int) -> None:
-    """Wait for all buckets, and have every rank confirm each round; raise on all ranks if one fails."""
+def land_in_rounds(
+    flights: Sequence[Flight], exchange: Exchange, catch_up: Callable[[], bool], step: int
+) -> None:
+    """Wait for all buckets, and have every rank confirm each round; raise on all ranks if one fails.
+
+    ``catch_up`` brings the ranks' collectives level then, or tells that this cannot be done.
+    """
     more = True
     while more:
         try:
@@ -59,29 +66,35 @@ def land_in_rounds(flights: Sequence[Flight], exchange: Exchange, step: int) -> 
                 land(flights)
         except BaseException as error:
             exchange(Round(failure=words_of(error)))
+            catch_up()
             raise
-        _check(exchange(Round(more)), step)
+        _check(exchange(Round(more)), catch_up, step)
 
 
-def _check(rounds: Sequence[Round], step: int) -> None:
+def _check(rounds: Sequence[Round], catch_up: Callable[[], bool], step: int) -> None:
     failed = {rank: told.failure for rank, told in enumerate(rounds) if told.failure}
     if failed:
-        raise hook_failed(step, failed)
+        raise hook_failed(step, failed, is_over=not catch_up())
     going_on = [rank for rank, told in enumerate(rounds) if told.more]
     if 0 < len(going_on) < len(rounds):
+        end = DROPPED if catch_up() else "Nothing can be reduced over this group any more."
         raise RanksDisagree(
             f"step {step}: the hook starts more collectives on {name_ranks(going_on)} than on the others. "
-            "A hook has to do the same on every rank. Nothing can be reduced over this group any more."
+            f"A hook has to do the same on every rank. {end}"
         )
 
 
-def hook_failed(step: int, failed: dict[int, str]) -> PeerFailed:
-    """Say on the other ranks that a hook raised."""
+def hook_failed(step: int, failed: dict[int, str], *, is_over: bool) -> PeerFailed:
+    """Say on the other ranks that a hook raised, and whether that is the end of it."""
     rank, text = min(failed.items())
+    end = (
+        "The ranks' collectives do not match any more, so nothing can be reduced over this group again. Mend "
+        "the hook and start anew."
+        if is_over
+        else f"{DROPPED} Mend the hook, or catch this on every rank and go on with the next step."
+    )
     return PeerFailed(
-        f"step {step}: the communication hook raised on {name_ranks(sorted(failed))}: {text}\nThe ranks' "
-        "collectives do not match any more, so nothing can be reduced over this group again. Mend the hook "
-        "and start anew.",
+        f"step {step}: the communication hook raised on {name_ranks(sorted(failed))}: {text}\n{end}",
         rank,
         text,
     )

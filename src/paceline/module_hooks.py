@@ -1,5 +1,6 @@
 """Hooks on a user's module that work for this module alone: in copies and pickles of it they do nothing."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -39,3 +40,47 @@ def around_forward(
     if after is not None:
         handles.append(module.register_forward_hook(ModuleHook(module, after)))
     return handles
+
+
+class ForwardWatch(ModuleHook):
+    """Looks at how a forward begins or ends, outside of compiled code, where it leaves no trace."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and module is self._module():
+            self._act()
+
+
+class FailureWatch(ModuleHook):
+    """Hears of what a forward raised, outside of compiled code, where it leaves no trace."""
+
+    def __init__(self, module: nn.Module, act: Callable[[BaseException], None]) -> None:
+        super().__init__(module, _do_nothing)
+        self._hear = act
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        error = sys.exception()
+        # An exception that the caller is handling while it calls forward is not of this forward.
+        if (
+            error is None
+            or error.__traceback__ is None
+            or error.__traceback__.tb_frame is not sys._getframe(1)
+        ):
+            return
+        if module is self._module():
+            self._hear(error)
+
+
+def watch_forward(
+    module: nn.Module, begins: Callable[[], None], failed: Callable[[BaseException], None]
+) -> list[Any]:
+    """Have functions called when a forward begins, and when it has raised; return the handles to remove."""
+    return [
+        module.register_forward_pre_hook(ForwardWatch(module, begins), prepend=True),
+        module.register_forward_hook(FailureWatch(module, failed), always_call=True),
+    ]
+
+
+def _do_nothing() -> None:
+    """Act on nothing."""

@@ -103,7 +103,7 @@ class Bucket:
     dtype: torch.dtype
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 

@@ -108,6 +108,11 @@ class LowPrecision:
         self._buffers = _cast_buffers(module, precision.buffer, left_out)
         if precision.param is not None:
             self._attach(module, precision.param, left_out)
+            # First in line, so that the module's other hooks see what forward sees.
+            self._handles = [
+                module.register_forward_pre_hook(_Hook(self._on_call), with_kwargs=True, prepend=True),
+                module.register_forward_hook(_Hook(self._on_return), always_call=True),
+            ]
 
     def _attach(self, module: nn.Module, dtype: torch.dtype, left_out: frozenset[str]) -> None:
         kept = {id(p) for name, p in module.named_parameters() if name in left_out}
@@ -119,11 +124,14 @@ class LowPrecision:
                 owner.__dict__["_parameters"] = parameters
                 dictionaries.append(parameters)
         self._batches = _batches(dictionaries)
-        # First in line, so that the module's other hooks see what forward sees.
-        self._handles = [
-            module.register_forward_pre_hook(_Hook(self._on_call), with_kwargs=True, prepend=True),
-            module.register_forward_hook(_Hook(self._on_return), always_call=True),
-        ]
+
+    def attach_anew(self, left_out: frozenset[str]) -> None:
+        """Take in the parts that the module has got since, and their buffers. Not inside a forward."""
+        module = self._module()
+        if module is not None:
+            self._buffers = {**_cast_buffers(module, self.precision.buffer, left_out), **self._buffers}
+            if self.precision.param is not None:
+                self._attach(module, self.precision.param, left_out)
 
     def remove(self) -> None:
         """Take everything off again: a plain module, its buffers in the dtypes that they had."""

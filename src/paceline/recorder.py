@@ -139,6 +139,7 @@ class Recorder:
         self.last: StepRecord | None = None
         self.plan_changes = 0
         self.failed = 0
+        self.skipped = 0
         self.error = ""  # what the last reduced backward that failed raised
 
     def sample(self, every: int) -> None:
@@ -224,6 +225,7 @@ class Recorder:
             clock=self._clock_name(),
             plan_changes=self.plan_changes,
             failed_backwards=self.failed,
+            skipped_steps=self.skipped,
             **known,
         )
         last = self.last
@@ -263,8 +265,8 @@ class CountedComm(Comm):
     def mean_factor(self, device: torch.device) -> float:
         return self._inner.mean_factor(device)
 
-    def among(self, active: int) -> Comm:
-        return CountedComm(self._inner.among(active), self._record)
+    def started_on(self) -> int:
+        return self._inner.started_on()
 
     def total(self, flat: torch.Tensor) -> Pending:
         self._record.sends(flat)
@@ -281,6 +283,10 @@ class CountedComm(Comm):
     def gather(self, flat: torch.Tensor) -> Pending:
         self._record.sends(flat)
         return self._inner.gather(flat)
+
+    def exchange(self, flat: torch.Tensor) -> Pending:
+        self._record.sends(flat)
+        return self._inner.exchange(flat)
 
     def split(self, size: int) -> Comm:
         return self._inner.split(size)

@@ -7,13 +7,16 @@ surrounds backward().
 
 import contextlib
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from paceline.activity import trainer
 from paceline.backward import LocalBackward, SyncedBackward, TooLate
+from paceline.buffers import BufferSync
 from paceline.clocks import clocks_for
 from paceline.comm import Comm
 from paceline.errors import (
@@ -26,17 +29,23 @@ from paceline.errors import (
     name_some,
     words_of,
 )
-from paceline.hooks import Hook, StatefulHook, name_of
+from paceline.frames import Kind
+from paceline.hooks import Hook, StatefulHook, name_of, way_of
 from paceline.plan import Caps, Plan, Spec, Wishes, plan_buckets
 from paceline.recorder import Recorder, is_counted
 from paceline.remote import Context
-from paceline.shelf import Layout
+from paceline.riders import Rider
+from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
-from paceline.tally import Outcome
+from paceline.tally import BACKWARD, Outcome
 from paceline.torch_private import accumulator_of, agent_is_set, engine_watch
+from paceline.tree import Tree
+from paceline.weights import Ledger
 from paceline.wiring import Consumer, Joining, Wiring
 
 Named = tuple[str, torch.nn.Parameter]
+Look = Callable[[Callable[[], set[int]] | None], None]  # only if these leaves are the module's
+LOOP = "in its loop"
 
 
 class Reducer:
@@ -53,6 +62,14 @@ class Reducer:
         self._wishes = self._first_wishes = wishes or Wishes()
         self.step = 0  # reduced backwards that were started, failed ones included
         self.sync = True  # no_sync() switches it off
+        self.look_again: Look = _do_nothing  # at the module, before a reduced backward
+        # What the gradients stand for that were not reduced yet. In a fixed order all ranks use one unit.
+        self.ledger = Ledger(1.0 if wiring.deterministic else None)
+        self.stepped = 0  # optimizer steps of these parameters
+        self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._versions_then: list[int] = []  # of local gradients, when the last weighted backward had ended
+        self._aside: list[torch.Tensor | None] | None = None  # gradients from before a backward of weight 0
+        self._is_on_top = False  # the present backward adds to gradients that are agreed on
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
         self.context: Context | None = None  # of distributed autograd, if the next backward is its
         self._is_remote = False  # the present backward is one of distributed autograd
@@ -60,6 +77,7 @@ class Reducer:
         self._local: set[int] = set()  # parameters whose gradient only this rank has
         self._held: set[int] = set()  # parameters that autograd comes back to within one backward
         self._backward: SyncedBackward | LocalBackward | None = None
+        self._handed_out: Layout | None = None  # what the present gradients lie in
         self._armed = False
         self._kept_company = False  # since it ran out of batches
         self._awaited: list[Any] = []  # futures of a buffer hook
@@ -85,6 +103,10 @@ class Reducer:
         # are kept because the hooks live and die with them.
         self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
         self._handles = [node.register_hook(self._on_gradient_of(i)) for i, node in enumerate(self._nodes)]
+        self._tree = Tree(self._parameters, self._names) if self._wiring.deterministic else None
+        if self._tree is not None:
+            nodes = enumerate(self._nodes)
+            self._handles += [node.register_prehook(self._before_gradient_of(i)) for i, node in nodes]
         self._kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
         self._addresses = self._addresses_now()
 
@@ -97,6 +119,14 @@ class Reducer:
             backward.arrived(index)
 
         return on_gradient
+
+    def _before_gradient_of(self, index: int) -> Callable[[Any], None]:
+        def before_gradient(_gradients: Any) -> None:
+            """Make room for a gradient. Called by the autograd thread that is going to write it."""
+            if self._tree is not None and self._aside is None:
+                self._tree.make_room(index)
+
+        return before_gradient
 
     def _specs(self) -> list[Spec]:
         return [spec_of(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
@@ -156,6 +186,55 @@ class Reducer:
             self._plan_is_guess = False
             self._set_plan(self._plan_for(order))
 
+    def rewatch(self, named: Sequence[Named], wishes: Wishes) -> list[torch.nn.Parameter]:
+        """Watch other parameters from now on, which every rank has to do at the same point.
+
+        Returns those that were not watched before; what the ranks hold of them is not agreed on yet. If a
+        rank has failed, or has not changed, nothing is changed here.
+        """
+        before, wishes_before = list(self.named()), self._first_wishes
+        self._watch_others(named, wishes)
+        try:
+            self._agree_on_change()
+        except BaseException:
+            self._watch_others(before, wishes_before)
+            raise
+        known = {id(parameter) for _, parameter in before}
+        return [parameter for parameter in self._parameters if id(parameter) not in known]
+
+    def _watch_others(self, named: Sequence[Named], wishes: Wishes) -> None:
+        before = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        kept = {index for index in self._local if self._parameters[index].grad is not None}
+        for handle in self._handles:
+            handle.remove()
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        # A new one may have got a gradient already, in no_sync().
+        new = {i for i, p in enumerate(self._parameters) if id(p) not in before and p.grad is not None}
+        self._local = {i for i, p in enumerate(self._parameters) if before.get(id(p), -1) in kept} | new
+        self._held.clear()
+        self._optimizers.clear()
+        self._wishes = self._first_wishes = wishes
+        self._missing_last = None
+        self._watch()
+        bind(self._wiring.hook, named, self._wiring.comm)
+        self._plan_from_scratch()
+
+    def _agree_on_change(self) -> None:
+        try:
+            backward = self._start_synced(Kind.CHANGED)
+            with self._noting_lost_peers():
+                backward.agree()
+        except BaseException as error:
+            self.on_backward_raised(error)
+            raise
+        self._backward = None
+        self.step = backward.step + 1
+
+    def set_buffers(self, buffers: BufferSync) -> None:
+        """Keep other buffers equal from now on."""
+        self._wiring = dataclasses.replace(self._wiring, buffers=buffers)
+
     # ---- a backward ------------------------------------------------------------------------------
 
     def _open(self, first: int) -> SyncedBackward | LocalBackward:
@@ -167,11 +246,15 @@ class Reducer:
         self._is_remote = self.context is not None or (
             self._parameters[first].grad is None and agent_is_set()
         )
+        self._note_weight()
+        for rider in self._wiring.riders:
+            rider.begins()
         if self.wants_sync:
             with self._settling_contexts():
-                backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=self._is_remote)
+                hold = self._is_remote or self._is_learning
+                backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
         else:
-            backward = self._backward = LocalBackward(self._local)
+            backward = self._backward = LocalBackward(self._local, self._tree, counts=self._aside is None)
             self.recorder.counts_local()
         self._arm()
         if engine_watch.nested():
@@ -179,7 +262,13 @@ class Reducer:
         return backward
 
     def _start_synced(
-        self, *, in_graph: bool = False, hold: bool = False, joined: bool = False, failure: str = ""
+        self,
+        kind: Kind = Kind.BACKWARD,
+        *,
+        in_graph: bool = False,
+        hold: bool = False,
+        failure: str = "",
+        where: str = BACKWARD,
     ) -> SyncedBackward:
         self.check_usable()
         if self._broken and not failure:
@@ -187,16 +276,40 @@ class Reducer:
                 f"this rank failed while gradients were handed out, so its weights are behind: {self._broken}"
             )
         self._notice_changes()
-        self._local -= {index for index in self._local if self._parameters[index].grad is None}
+        self._forget_cleared()
         record = self.recorder.start(
             self.step, in_backward=engine_watch.inside(), is_counted=is_counted(self._wiring.hook)
         )
         local = self._local if self.context is None else set()
-        backward = SyncedBackward(self._wiring, self._layout, record, local, self._held)
+        backward = SyncedBackward(self._wiring, self._layout, record, local, self._held, self._tree)
         self._backward = backward
         with self._noting_lost_peers():
-            backward.open(in_graph=in_graph, hold=hold, joined=joined, failure=failure)
+            backward.open(
+                kind,
+                self.ledger,
+                stepped=self.stepped if self._steps_alike else 0,
+                in_graph=in_graph,
+                hold=hold,
+                set_back=None if self._aside is None else self._set_back,
+                failure=failure,
+                where=where,
+            )
         return backward
+
+    @property
+    def _steps_alike(self) -> bool:
+        """Whether all ranks make the same optimizer steps, seen from outside of backward."""
+        return self._wiring.consumer is None and way_of(self._wiring.hook) != "own"
+
+    def _forget_cleared(self) -> None:
+        """Notice gradients that were dropped by zero_grad() before they were reduced."""
+        if self._aside is None:
+            self._local -= {index for index in self._local if self._parameters[index].grad is None}
+
+    @property
+    def _is_learning(self) -> bool:
+        """Whether nothing may be sent early, because it is not known yet what autograd comes back to."""
+        return self._tree is not None and self._plan_is_guess
 
     @property
     def wants_sync(self) -> bool:
@@ -247,6 +360,8 @@ class Reducer:
             with self._settling_contexts():
                 with self.context.lent(self._parameters) if self.context else contextlib.nullcontext():
                     self._finish(self._backward)
+        elif self._backward is not None:
+            self._backward.finish()
         self.context, self._is_remote = None, False
         self._backward = None
         self._closed = True
@@ -261,9 +376,15 @@ class Reducer:
             self._check_contexts(outcome, backward)
         self.step = backward.step + 1
         self.recorder.finish(backward.record, backward.step, backward.active)
+        self.recorder.skipped += backward.is_dropped
         self.last_active = backward.active
         if self.context is None:
-            self._local.difference_update(self.plan.members)
+            if self._local:
+                self._local.difference_update(self.plan.members)
+            self.ledger.clear()
+        if self._tree is not None:
+            self._tree.clear() if backward.is_dropped else self._tree.finish(self.plan.members)
+        self._handed_out = self._layout
         self._learn_from(outcome)
 
     def _check_contexts(self, outcome: Outcome, backward: SyncedBackward) -> None:
@@ -283,8 +404,31 @@ class Reducer:
 
     def reduce_now(self) -> None:
         """Reduce what is there without a backward. At this point every rank does so, or runs a backward."""
+        self.look_again(None)
+        self._forget_cleared()
+        self._reduce_as(Kind.BACKWARD if self._local else Kind.EMPTY)
+
+    def skip(self) -> None:
+        """Leave this rank's batch out: the others' gradients are reduced without it."""
+        if self._backward is not None or engine_watch.inside():
+            raise RuntimeError("skip() inside a backward; call it in place of the backward of a batch")
+        is_reduced = self.wants_sync
+        self._micro_batches = max(0, self._micro_batches - 1)
+        if is_reduced:
+            self.look_again(None)
+        self._forget_cleared()
+        for rider in self._wiring.riders:
+            rider.enters()
+            rider.begins()
+        if is_reduced:
+            self._reduce_as(Kind.BACKWARD if self._local else Kind.SKIPPED)
+        elif self._tree is not None:
+            self._tree.push()  # an empty leaf: the others keep their places
+
+    def _reduce_as(self, kind: Kind) -> None:
+        """Take part in a reduction without a backward."""
         try:
-            self._finish(self._start_synced())
+            self._finish(self._start_synced(kind))
         except BaseException as error:
             self.on_backward_raised(error)
             raise
@@ -296,7 +440,7 @@ class Reducer:
         Returns these ranks; none, when all have run out.
         """
         try:
-            backward = self._start_synced(joined=True)
+            backward = self._start_synced(Kind.JOINED)
             with self._noting_lost_peers():
                 backward.agree()
             if backward.active:
@@ -307,6 +451,68 @@ class Reducer:
             raise
         self._backward = None
         return backward.active
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def weight(self, weight: float) -> Iterator[None]:
+        """Let the gradients of the backwards inside stand for this many samples."""
+        before, self.ledger.now = self.ledger.now, weight
+        try:
+            yield
+        finally:
+            self.ledger.now = before
+
+    def _note_weight(self) -> None:
+        """Add the present backward's weight to what is going to be reduced."""
+        if not self._local:
+            self.ledger.clear()
+        is_alone = self.ledger.total is None and self.wants_sync
+        if engine_watch.factor not in (None, self.ledger.scale):
+            raise ValueError(
+                "weight(): one backward reaches several models, whose gradients would have to be multiplied "
+                "by different numbers. Run one backward for each model, inside its own weight()"
+            )
+        self.ledger.add()
+        if self._is_on_top and self.ledger.now and not is_alone:
+            raise ValueError(
+                "weight(): several backwards are to be reduced together, on top of gradients that are "
+                "reduced already. Call zero_grad() before the first of them"
+            )
+
+    def _prepare_weight(self) -> None:
+        """Get ready for a backward inside weight()."""
+        self._forget_cleared()
+        self._forget_zeroed()
+        gradients = [parameter.grad for parameter in self._parameters]
+        there = [g for i, g in enumerate(gradients) if g is not None and i not in self._local]
+        if not self._local:
+            self.ledger.clear()
+        is_alone = not self._local and self.wants_sync
+        self._is_on_top = not is_alone and has_anything(there)
+        if self.ledger.now == 0:
+            self._aside = gradients
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _forget_zeroed(self) -> None:
+        """Notice zero_grad(set_to_none=False): what stood for something is gone."""
+        gradients = [self._parameters[index].grad for index in self._local]
+        if self._local and self._versions() != self._versions_then and not has_anything(gradients):
+            self._local.clear()
+
+    def _versions(self) -> list[int]:
+        """Tell how often the gradients that only this rank has were written in place."""
+        return [
+            g._version for index in sorted(self._local) if (g := self._parameters[index].grad) is not None
+        ]
+
+    def _set_back(self) -> None:
+        """Undo what a backward of weight 0 has done to the gradients, whatever it was."""
+        if self._aside is not None:
+            for parameter, gradient in zip(self._parameters, self._aside, strict=True):
+                parameter.grad = gradient
+            self._aside = None
 
     # ---- distributed autograd --------------------------------------------------------------------
 
@@ -330,13 +536,35 @@ class Reducer:
 
     # ---- a backward that raised ------------------------------------------------------------------
 
-    def on_backward_begin(self) -> None:
+    def on_backward_begin(self, leaves: Callable[[], set[int]]) -> float:
         """See BackwardListener."""
         self._closed = False
+        trainer.runs_backward()
         self.recorder.backward_begins()
+        for rider in self._wiring.riders:
+            rider.enters()
+        if self.wants_sync:
+            self.look_again(leaves)
+        if self.ledger.now is None:
+            return 1.0
+        self._prepare_weight()
+        return self.ledger.scale
+
+    def on_backward_left(self) -> None:
+        """See BackwardListener."""
+        if self.ledger.now is not None:
+            if self._tree is not None and self._aside is not None:
+                self._set_back()
+                self._tree.push()  # an empty leaf: the others keep their places
+            self._set_back()
+            self._versions_then = self._versions()
 
     def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener: open, as failed, what was going to be opened."""
+        if getattr(error, "is_known", False):
+            return
+        if self.name in _told_by(error):
+            return
         if self._backward is None and self._lost is None and self._was_to_be_reduced(leaves):
             with contextlib.suppress(PeerLost):
                 self._start_synced(failure=words_of(error))
@@ -347,6 +575,8 @@ class Reducer:
         engine_watch.forget(self)
         if backward is None or isinstance(backward, LocalBackward):
             self._backward = None
+            if self._tree is not None:
+                self._tree.undo()
             if self._lost is not None:
                 self._drop_gradients()
             return
@@ -391,20 +621,26 @@ class Reducer:
             self._broken = failure
         _told_by(error).add(self.name)
         self._drop_gradients()
-        self._plan_is_disputed |= isinstance(error, RanksDisagree)
+        self._plan_is_disputed |= isinstance(error, RanksDisagree) and not error.is_known
 
     def _tell(self, backward: SyncedBackward, failure: str) -> None:
         with self._noting_lost_peers():
             try:
                 backward.abandon(failure)
             finally:
-                self.step = backward.step + 1
+                self.step = backward.step + (not backward.is_void)
 
     def _drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
         for index in self.plan.members:
             self._parameters[index].grad = None
         self._local.difference_update(self.plan.members)
+        self.ledger.clear()
+        self._aside = None
+        if self._tree is not None:
+            self._tree.clear()
+        for rider in self._wiring.riders:
+            rider.dropped()
         if isinstance(self._wiring.hook, StatefulHook):
             self._wiring.hook.forget()
 
@@ -427,7 +663,7 @@ class Reducer:
             self._wishes = dataclasses.replace(self._wishes, sparse=self._wishes.sparse | outcome.sparse)
             self._set_plan(self.plan.with_sparse(outcome.sparse))
             return
-        if self._plan_is_guess:
+        if self._plan_is_guess and outcome.arrival:
             self._plan_is_guess = False
             self._set_plan(self.plan.reordered(outcome.arrival))
             return
@@ -483,6 +719,7 @@ class Reducer:
             self._kept_company = False
             for index in self.plan.members:  # the others' gradients, of steps that this rank has not made
                 self._parameters[index].grad = None
+        self.stepped = 0  # inside, the ranks have made different numbers of steps
         self.last_active = range(self._wiring.comm.size)
 
     @property
@@ -502,20 +739,60 @@ class Reducer:
         topic = self.name + b"." + kind
         self._wiring.control.post(topic, frame)
         with self._noting_lost_peers():
-            return self._wiring.control.collect(topic, self._wiring.comm.seconds)
+            return self._wiring.control.collect(topic, self._wiring.comm.seconds, self)
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Let the others know, in their next backward, that this rank's loop has ended with an exception."""
-        self.open_failure(error)
+    @property
+    def stall_seconds(self) -> float:
+        """See Waiter."""
+        return self._wiring.comm.stall_seconds
+
+    def waits_for(self, topic: bytes) -> str:
+        """See Waiter."""
+        kind = topic.rpartition(b".")[2].decode()
+        return f"before step {self.step} of {self._wiring.title} for an exchange about {kind}"
+
+    @property
+    def progress(self) -> str:
+        """How far an open backward has come, if there is one. Asked by another thread."""
+        backward = self._backward
+        return backward.progress if isinstance(backward, SyncedBackward) else ""
+
+    def tell_failure(self, error: BaseException, where: str = LOOP) -> None:
+        """Let the others know, in their next backward, that an exception has come in its place here."""
+        self.open_failure(error, where)
         if isinstance(self._backward, SyncedBackward):
             self._settle(self._backward, error)
             self._backward = None
 
-    def open_failure(self, error: BaseException) -> None:
+    def open_failure(self, error: BaseException, where: str = LOOP) -> None:
         """Say so, without waiting for anybody. Of several replicas, all do this before one waits."""
-        if self.name not in _told_by(error) and self._lost is None and self._backward is None:
+        is_told = self.name in _told_by(error) or getattr(error, "is_known", False)
+        if not is_told and self._lost is None and self._backward is None:
             with contextlib.suppress(PeerLost):
-                self._start_synced(failure=words_of(error))
+                self._start_synced(failure=words_of(error), where=where)
+
+    def say_goodbye(self) -> None:
+        """Say, where that waits for nobody, that no backward follows; ranks that go on are told so."""
+        if self._wiring.control.posts_alone and self._lost is None and self._backward is None:
+            with contextlib.suppress(PeerLost):
+                self._start_synced(Kind.LEFT)
+            self._backward = None
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hold this rank to one reduced backward, or a skip(), inside; tell the others what comes of it."""
+        before = self.step
+        try:
+            yield
+            if self.step == before and self.wants_sync:
+                raise RuntimeError(
+                    f"step {before}: batch() has ended without a reduced backward. Call skip() in place of "
+                    "the backward of a batch that is left out, and step the optimizer as the other ranks do"
+                )
+        except BaseException as error:
+            if self.step == before and self.wants_sync:
+                self.tell_failure(error)
+            raise
 
     @property
     def hook(self) -> Hook:
@@ -536,14 +813,23 @@ class Reducer:
         """Have an optimizer step inside backward, from the next backward on."""
         self.check_may_change("the optimizer")
         self._wiring = dataclasses.replace(self._wiring, consumer=consumer)
+        self.stepped = 0
+
+    def set_riders(self, riders: Sequence[Rider]) -> None:
+        """Take other checks along, from the next backward on; every rank has to do so at the same point."""
+        self.check_may_change("what is checked")
+        self._wiring = dataclasses.replace(self._wiring, riders=riders)
 
     def rewire(self, wiring: Wiring, step: int) -> None:
         """Work with other ranks from now on."""
         self.check_may_change("the group")
         bind(wiring.hook, list(zip(self._names, self._parameters, strict=True)), wiring.comm)
         self._wiring, self.name, self.step, self._peer_lost = wiring, wiring.name, step, None
+        self.stepped = 0
         self._broken, self._missing_last, self._wishes = "", None, self._first_wishes
         # What the old ranks agreed on, the new ones have not.
+        if self._tree is not None:
+            self._tree.clear()
         self._local.update(i for i in self.plan.members if self._parameters[i].grad is not None)
         self._plan_from_scratch()
 
@@ -610,6 +896,25 @@ class Reducer:
         """The parameters that are watched, frozen ones included."""
         return self._parameters
 
+    def note_step(self, optimizer: Any) -> None:
+        """Count an optimizer's step, if it is one of these parameters'."""
+        mine = self._optimizers.get(optimizer)
+        if mine is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            mine = any(id(parameter) in held for parameter in self._parameters)
+            self._optimizers[optimizer] = mine
+        self.stepped += mine
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """Those that have stepped some of these parameters, as the guard has seen them."""
+        return [optimizer for optimizer, is_mine in self._optimizers.items() if is_mine]
+
+    @property
+    def shelves(self) -> Sequence[Shelf]:
+        """The buckets that gradients were handed out in last, whatever the plan is by now."""
+        return self._handed_out.shelves if self._handed_out is not None else ()
+
     @property
     def all_agreed(self) -> bool:
         """Whether no gradient is local to this rank."""
@@ -663,10 +968,23 @@ class Reducer:
             self._wiring.hook.unbind()
 
 
+def _do_nothing(_leaves: Callable[[], set[int]] | None) -> None:
+    """Look at nothing."""
+
+
 def bind(hook: Hook, named: Sequence[Named], comm: Comm) -> None:
     """Let a hook get to know the parameters and the ranks, if it wants to."""
     if isinstance(hook, StatefulHook):
         hook.bind(named, comm)
+
+
+def has_anything(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike everywhere."""
+    return any(g is not None and bool(torch.count_nonzero(_values_of(g.detach()))) for g in gradients)
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def _told_by(error: BaseException) -> set[bytes]:

@@ -6,46 +6,62 @@ plain.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import functools
+import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from paceline import auditing, finite
+from paceline.activity import trainer
 from paceline.agreement import agree_to_start, or_refuse, traits_of
 from paceline.buffer_policies import Policy
-from paceline.buffers import BufferSync, finish_broadcast, start_broadcast
+from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
 from paceline.comm import Comm, GroupComm, comm_over, group_of_mesh
-from paceline.control import control_over
+from paceline.control import Control, control_over
 from paceline.errors import name_some
 from paceline.explain import Facts, explain
 from paceline.fused_optim import Per, StepInBackward, norm_gate
 from paceline.guard import guard as the_guard
-from paceline.hooks import Hook, StatefulHook, average, name_of
-from paceline.module_hooks import around_forward
+from paceline.hooks import Hook, StatefulHook, average, name_of, way_of
+from paceline.loaders import SameBatch
+from paceline.module_hooks import around_forward, watch_forward
+from paceline.norms import clip_grad_norm, grad_norm
 from paceline.plan import Plan, plan_buckets
 from paceline.precision import LowPrecision, Precision
+from paceline.preflight import preflight
 from paceline.quiet import wait_for_workers
 from paceline.recorder import check_rate
 from paceline.reducer import Reducer, bind, spec_of
+from paceline.reporter import reporter
+from paceline.riders import Rider
 from paceline.settings import (
     Settings,
     caps_of,
     check_beside_optimizer,
+    check_deterministic,
     check_hook,
     check_model,
     check_names,
+    hook_for,
     policies_from,
+    read_seconds,
+    read_timeout,
     reducing_in,
+    sparse_in,
     watched_in,
     wishes_for,
 )
 from paceline.stats import Stats
-from paceline.torch_private import backend_of, engine_watch
+from paceline.torch_private import backend_of, engine_watch, module_watch, watch_loaders
+from paceline.waiting import STALL_SECONDS
+from paceline.weights import read_weight
 from paceline.wiring import Consumer, Joining, Unused, Wiring
 
 EXIT_SECONDS = 2.0
@@ -68,6 +84,8 @@ class Replica:
         original: "Replica | None" = None,
         replaces: "Replica | None" = None,
     ) -> None:
+        trainer.prepares()
+        comm.set_patience(settings.timeout_seconds, settings.stall_seconds)
         if original is None:
             _agree_and_take_state(module, comm, settings, replaces)
             _rest_at_exit()
@@ -88,6 +106,7 @@ class Replica:
         self.comm = comm
         self.settings = settings
         self._module = weakref.ref(module)
+        self._model = type(module).__name__
         self._key = id(module)
         self._watched = watched
         self.wrapper: weakref.ref[Any] | None = None  # what explains itself beside the module
@@ -99,10 +118,17 @@ class Replica:
             self.buffers.note_equal()
         self._make_reducer = functools.partial(Reducer, watched, caps=settings.caps, wishes=wishes)
         self.reducer: Reducer | None = None
-        if watched and not comm.is_solo:
-            self.reducer = self._make_reducer(wiring=_wiring(self.name, comm, settings, self.buffers))
+        self._schedule: auditing.Schedule | None = None
+        if watched and (settings.deterministic or settings.check_finite or not comm.is_solo):
+            wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
+            self.reducer = self._make_reducer(wiring=wiring)
+            self._renew_checks()
         self._guard()
         self.is_joining = False
+        self._changes = module_watch.changes
+        self._buffer_names = names_of(module)
+        if self.reducer is not None:
+            self.reducer.look_again = self._look_again
         self._forward_handles = self._watch_forward(module)
         _replicas[self._key] = self
         weakref.finalize(module, self.detach).atexit = False
@@ -137,7 +163,8 @@ class Replica:
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Keep the gradients of the backwards inside local; the next backward outside reduces their sum."""
-        return self.reducer.no_sync(enabled=enabled) if self.reducer else _nothing()
+        reducer = self._reducer_even_alone()
+        return reducer.no_sync(enabled=enabled) if reducer else _nothing()
 
     def accumulate(self, micro_batches: int) -> AbstractContextManager[None]:
         """Reduce once for several backwards: in the last of ``micro_batches``, or when the block ends early.
@@ -147,7 +174,129 @@ class Replica:
         """
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise ValueError(f"micro_batches has to be a positive number, got {micro_batches!r}")
-        return self.reducer.accumulate(micro_batches) if self.reducer else _nothing()
+        reducer = self._reducer_even_alone()
+        return reducer.accumulate(micro_batches) if reducer else _nothing()
+
+    @contextmanager
+    def weight(self, samples: float) -> Iterator[None]:
+        """Let the backwards inside stand for this many samples or tokens: the mean is sum(w g) / sum(w).
+
+        Every rank uses it, or none; a weight of 0 leaves this rank's gradients out, whatever they are.
+        """
+        reducer = self._reducer_even_alone()
+        if reducer is None:
+            yield
+            return
+        try:
+            if way_of(self.hook) != "mean":
+                raise ValueError(
+                    f"weight() needs a mean over the ranks, but the hook {name_of(self.hook)} takes none; "
+                    "scale the loss yourself, or use another hook"
+                )
+            weight = read_weight(samples)
+        except (TypeError, ValueError) as error:
+            reducer.tell_failure(error)
+            raise
+        with reducer.weight(weight):
+            yield
+
+    def skip(self) -> None:
+        """Leave this rank's batch out, in place of its backward; the others' gradients come here as well.
+
+        So step the optimizer after it as after a backward.
+        """
+        reducer = self._reducer_even_alone()
+        if reducer is not None:
+            reducer.skip()
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Say what this rank does inside, such as "evaluating", and stop the clock for those who wait for it.
+
+        Without it they raise PeerTimeout when their time is over. This rank alone calls it.
+        """
+        if not isinstance(what, str) or not what.strip():
+            raise TypeError(f"busy() takes a few words that say what this rank does, got {what!r}")
+        return reporter.busy(what) if self.size > 1 else _nothing()
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Put this around what is done with one batch, up to its backward: exactly that is checked.
+
+        If it raises before its backward was reduced, the others raise PeerFailed; if it ends without a
+        reduced backward or a skip(), all ranks raise.
+        """
+        return self.reducer.batch() if self.reducer else _nothing()
+
+    def _reducer_even_alone(self) -> Reducer | None:
+        """Return the reducer; a process alone gets one, so that it does what it does among many."""
+        if self.reducer is None and self._watched:
+            self.reducer = self._make_reducer(
+                wiring=_wiring(self.name, self.comm, self.settings, self.buffers, self._model)
+            )
+            self._renew_checks()
+        return self.reducer
+
+    # ---- what the ranks compare ------------------------------------------------------------------
+
+    def check_finite(self, check: bool | finite.Mode = True) -> None:
+        """Look for NaN and Inf in each rank's gradients from now on, as ``replicate(check_finite=...)`` does.
+
+        Between two steps, at the same point on every rank. False switches it off.
+        """
+        mode = finite.read_mode(check)
+        if self.reducer is not None and self.reducer.wiring.consumer is not None:
+            finite.refuse_beside_optimizer(mode)
+        self.settings = dataclasses.replace(self.settings, check_finite=mode)
+        if self._reducer_even_alone() is not None:
+            self._renew_checks()
+
+    def audit(self, every: int | None = 50, heal: bool = False) -> None:
+        """Compare all parameters and their optimizer state between the ranks, in every n-th reduced step.
+
+        All ranks raise RanksDisagree if something differs, or ``heal`` it from the majority, if there is one.
+        Between two steps, at the same point on every rank. ``every=0`` switches it off.
+        """
+        schedule = auditing.read_schedule(every, heal)
+        if schedule is not None:
+            auditing.refuse_hook(self.hook)
+        if self.reducer is not None and self.reducer.wiring.consumer is not None:
+            auditing.refuse_beside_optimizer(schedule)
+        self._schedule = schedule
+        self._renew_checks()
+
+    def _renew_checks(self) -> None:
+        """Take along the checks that are asked for now, and no others."""
+        reducer = self.reducer
+        if reducer is None:
+            return
+        riders = [r for r in reducer.wiring.riders if not isinstance(r, finite.FiniteCheck | auditing.Audit)]
+        if self.settings.check_finite is not None:
+            tell = functools.partial(reducer.exchange, b"finite")
+            riders.append(finite.FiniteCheck(self.settings.check_finite, tell))
+        if self._schedule is not None:
+            riders.append(auditing.Audit(self._schedule, reducer))
+        reducer.set_riders(riders)
+
+    # ---- the norm of the gradients ---------------------------------------------------------------
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all reduced gradients as one vector; parameters that are left out do not count.
+
+        On a GPU nothing waits for it.
+        """
+        return grad_norm(self._named(), self.reducer, norm_type)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the reduced gradients so that their norm is at most ``max_norm``; return what it was.
+
+        It does what ``torch.nn.utils.clip_grad_norm_`` does, with a few operators for each bucket in place of
+        some for each parameter. All ranks have the same gradients, so nothing is sent.
+        """
+        return clip_grad_norm(self._named(), self.reducer, max_norm, norm_type, error_if_nonfinite)
+
+    def _named(self) -> Sequence[tuple[str, torch.Tensor]]:
+        return list(self.reducer.named()) if self.reducer else self._watched
 
     # ---- what is done with the gradients ---------------------------------------------------------
 
@@ -162,6 +311,10 @@ class Replica:
         module = self._module()
         assert module is not None
         hook = reducing_in(self.settings.precision, hook, module)
+        if self.settings.deterministic:
+            check_deterministic(hook)
+        if self._schedule is not None:
+            auditing.refuse_hook(hook)
         if self.reducer is None:
             self.settings = dataclasses.replace(self.settings, hook=hook)
             return
@@ -188,14 +341,20 @@ class Replica:
     def set_consumer(self, consumer: Consumer | None) -> None:
         """Let somebody have each bucket as soon as it is reduced."""
         check_beside_optimizer(self.hook, self.settings.unused)
-        if self.reducer is None:  # a process alone: so that backward() steps here as it does on many
-            self.reducer = self._make_reducer(
-                wiring=_wiring(self.name, self.comm, self.settings, self.buffers)
+        finite.refuse_beside_optimizer(self.settings.check_finite)
+        auditing.refuse_beside_optimizer(self._schedule)
+        if self.settings.deterministic:
+            raise ValueError(
+                "deterministic=True and an optimizer inside backward exclude each other: sums in a fixed "
+                "order are complete when backward has ended. Step after backward()"
             )
-        if self.reducer.wiring.consumer is not None and consumer is not None:
+        reducer = self._reducer_even_alone()
+        if reducer is None:
+            return
+        if reducer.wiring.consumer is not None and consumer is not None:
             raise ValueError("an optimizer steps inside this model's backward already; there can be one")
-        self.reducer.set_consumer(consumer)
-        norm_gate.add(self.reducer)
+        reducer.set_consumer(consumer)
+        norm_gate.add(reducer)
 
     def change_group(self, group: Any) -> None:
         """Work with the ranks of another group from now on: each of them calls this, nothing is copied."""
@@ -203,17 +362,21 @@ class Replica:
         assert module is not None
         if self.reducer is not None:
             self.reducer.check_may_change("the group")
-        comm = comm_for(group, None)
+        comm = comm_for(group, None, module)
         agree_to_start(comm, lambda: None, lambda: [*traits_of(module, self.settings.own(module))])
+        comm.set_patience(self.settings.timeout_seconds, self.settings.stall_seconds)
         step = max(int(frame) for frame in comm.gather_bytes(b"%d" % self.step))
         self.comm = comm
         self.name = control_over(comm).new_name()
         self.buffers = BufferSync(module, comm, self.settings.buffers, self.settings.left_out)
-        wiring = _wiring(self.name, comm, dataclasses.replace(self.settings, hook=self.hook), self.buffers)
+        settings = dataclasses.replace(self.settings, hook=self.hook)
+        wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
         if self.reducer is not None:
-            self.reducer.rewire(dataclasses.replace(wiring, consumer=self.reducer.wiring.consumer), step)
+            kept = self.reducer.wiring
+            self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer, riders=kept.riders), step)
         elif self._watched and not comm.is_solo:
             self.reducer = self._make_reducer(wiring=wiring)
+            self._renew_checks()
         self._guard()
         for handle in self._forward_handles:
             handle.remove()
@@ -298,7 +461,66 @@ class Replica:
             functools.partial(self._on_forward, when) if when in policies and self.size > 1 else None
             for when in ("before_forward", "after_forward")
         )
-        return around_forward(module, before, after)
+        handles = around_forward(module, before, after)
+        if self.reducer is not None and self.size > 1:
+            handles += watch_forward(module, self._on_forward_begin, self._on_forward_failed)
+        return handles
+
+    def _on_forward_begin(self) -> None:
+        """Notice changes of the module. Called by a hook of the module."""
+        if module_watch.changes != self._changes and self._trains_here():
+            self._look_again()
+
+    def _on_forward_failed(self, error: BaseException) -> None:
+        """Tell the others that no backward is going to follow. Called by a hook of the module."""
+        if self.reducer is not None and self._trains_here():
+            self.reducer.tell_failure(error, "in its forward")
+
+    def _trains_here(self) -> bool:
+        """Tell whether a forward that runs now is to be followed by a reduced backward."""
+        module, reducer = self._module(), self.reducer
+        return (
+            module is not None
+            and module.training
+            and reducer is not None
+            and reducer.wants_sync
+            and torch.is_grad_enabled()
+            and not engine_watch.inside()
+        )
+
+    def _look_again(self, leaves: Callable[[], set[int]] | None = None) -> None:
+        """Watch the parameters that the module has now. What is new starts as rank 0's.
+
+        With ``leaves``, of a backward, only if that is one of this module: other ranks may leave it out.
+        """
+        module, reducer = self._module(), self.reducer
+        if module is None or reducer is None or module_watch.changes == self._changes:
+            return
+        changes = module_watch.changes
+        watched = watched_in(module, self.settings.left_out)
+        if not all(isinstance(p, nn.Parameter) and p.is_leaf for _, p in watched):
+            return  # something stands in for the parameters, for this forward: the backward is going to look
+        if [id(p) for _, p in watched] == [id(p) for p in reducer.parameters]:
+            self._changes = changes
+            return
+        if leaves is not None and leaves().isdisjoint(id(p) for _, p in watched):
+            return
+        # Not noted before all ranks have agreed: if one of them fails, it is looked for again.
+        new: list[torch.Tensor] = [
+            parameter.detach()
+            for parameter in reducer.rewatch(watched, wishes_for(module, watched, self.settings))
+        ]
+        self._changes, self._watched = changes, watched
+        if self._low_precision is not None:
+            self._low_precision.attach_anew(self.settings.left_out)
+        before = set(self._buffer_names)
+        self._buffer_names = names_of(module)
+        self.buffers = BufferSync(module, self.comm, self.settings.buffers, self.settings.left_out)
+        reducer.set_buffers(self.buffers)
+        own = self.settings.own(module)
+        new += [b for name, b in module.named_buffers() if name not in before and name not in own]
+        if self.settings.take_state and new:
+            finish_broadcast(start_broadcast(new, self.comm))
 
     def _on_forward(self, when: Policy) -> None:
         """Make the buffers equal that are due. Called by a hook of the module, around its forward.
@@ -364,6 +586,15 @@ class Replica:
 _replicas: dict[int, Replica] = {}
 
 
+def _progress() -> str:
+    """Say how far an open backward has come. Called by the thread that reports."""
+    reducers = (found.reducer for found in _replicas.copy().values())
+    return next((told for each in reducers if each is not None and (told := each.progress)), "")
+
+
+reporter.progress = _progress
+
+
 def replicate(
     module: M,
     *,
@@ -376,9 +607,15 @@ def replicate(
     broadcast_buffers: bool | None = None,
     guard: bool = True,
     hook: Hook = average,
+    reduce: Literal["mean", "sum"] = "mean",
     left_out: Collection[str] = (),
     delayed: Collection[str] = (),
     precision: Precision | None = None,
+    deterministic: bool = False,
+    check_finite: bool | finite.Mode = False,
+    loader_check: bool = True,
+    stall_seconds: float = STALL_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> M:
     """Make every rank's copy of ``module`` train as one, and return the same module.
 
@@ -393,9 +630,16 @@ def replicate(
     or by patterns of their names (docs/buffers.md): by default rank 0's are taken after each reduced
     backward; ``broadcast_buffers=False`` is short for ``buffers="start"``. ``guard=False`` takes away the
     gate before ``optimizer.step()``. ``hook`` says what is done with a bucket on its way (see
-    paceline.hooks). ``left_out`` names parameters and buffers that are each rank's own, ``delayed``
-    parameters that are reduced last, in one bucket. ``precision`` has the module compute, and reduce, in
-    other dtypes than its parameters'.
+    paceline.hooks); ``reduce="sum"`` is for those who scale the loss themselves. ``left_out`` names
+    parameters and buffers that are each rank's own, ``delayed`` parameters that are reduced last, in one
+    bucket. ``precision`` has the module compute, and reduce, in other dtypes than its parameters'.
+    ``deterministic=True`` sums gradients in one order: the same bits across bucket sizes, steps and numbers
+    of ranks (docs/determinism.md). ``check_finite=True`` looks for NaN and Inf in each rank's gradients: all
+    ranks raise NotFinite, or, with "skip", drop the step (docs/checks.md). ``loader_check=False`` lets ranks
+    draw different numbers of batches from their DataLoaders for one backward.
+
+    After ``stall_seconds`` of waiting for other ranks a line tells for whom, and what they do; after
+    ``timeout_seconds`` (default: the process group's own timeout) PeerTimeout is raised.
     """
 
     def read() -> Settings:
@@ -403,23 +647,30 @@ def replicate(
             raise TypeError(f"replicate() takes a torch.nn.Module, got {type(module).__name__}")
         if unused not in ("allow", "error"):
             raise ValueError(f'unused has to be "allow" or "error", got {unused!r}')
-        check_hook(hook)
+        hook_now = hook_for(hook, reduce)
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"precision has to be a paceline.Precision, got {type(precision).__name__}")
         check_names(module, "left_out", left_out, [*module.named_parameters(), *module.named_buffers()])
         check_names(module, "delayed", delayed, [*module.named_parameters()])
+        if deterministic:
+            check_deterministic(reducing_in(precision, hook_now, module), sparse_in(module))
         return Settings(
             caps_of(bucket_mb, first_bucket_mb),
             unused,
-            reducing_in(precision, hook, module),
+            reducing_in(precision, hook_now, module),
             guard,
             buffers=policies_from(buffers, broadcast_buffers),
             left_out=frozenset(left_out),
             delayed=frozenset(delayed),
             precision=precision,
+            deterministic=deterministic,
+            check_finite=finite.read_mode(check_finite),
+            loader_check=loader_check,
+            stall_seconds=read_seconds("stall_seconds", stall_seconds),
+            timeout_seconds=read_timeout(timeout_seconds),
         )
 
-    comm = comm_for(group, mesh)
+    comm = comm_for(group, mesh, module)
     Replica(module, comm, or_refuse(comm, read))
     return module
 
@@ -434,6 +685,11 @@ def replica(module: nn.Module) -> Replica:
     return found
 
 
+def replicas_beside(control: Control) -> list[Replica]:
+    """Return the handles of all modules whose comm has brought along this control plane."""
+    return [found for found in _replicas.copy().values() if found.comm.own_control() is control]
+
+
 def no_sync(module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
     """Keep the gradients of the backwards inside local to this rank. See Replica.no_sync."""
     return replica(module).no_sync(enabled)
@@ -444,11 +700,41 @@ def accumulate(module: nn.Module, micro_batches: int) -> AbstractContextManager[
     return replica(module).accumulate(micro_batches)
 
 
-def comm_for(group: Any, mesh: Any) -> Comm:
-    """Choose the comm from a group or a one-dimensional mesh, but not both."""
+def weight(module: nn.Module, samples: float) -> AbstractContextManager[None]:
+    """Let the backwards inside stand for this many samples or tokens. See Replica.weight."""
+    return replica(module).weight(samples)
+
+
+def batch(module: nn.Module) -> AbstractContextManager[None]:
+    """Hold this rank to one reduced backward inside. See Replica.batch."""
+    return replica(module).batch()
+
+
+def skip(module: nn.Module) -> None:
+    """Leave this rank's batch out. See Replica.skip."""
+    replica(module).skip()
+
+
+def audit(module: nn.Module, every: int | None = 50, heal: bool = False) -> None:
+    """Compare parameters and optimizer state between the ranks. See Replica.audit."""
+    replica(module).audit(every, heal)
+
+
+def busy(module: nn.Module, what: str) -> AbstractContextManager[None]:
+    """Say what this rank does inside, and stop the clock for the others. See Replica.busy."""
+    return replica(module).busy(what)
+
+
+def comm_for(group: Any, mesh: Any, module: object) -> Comm:
+    """Choose the comm from a group or a one-dimensional mesh, but not both.
+
+    The first call for a group is a collective: it is made sure that its link returns what was sent.
+    """
     if group is not None and mesh is not None:
         raise ValueError("give a process group or a device mesh, not both")
-    return comm_over(group if mesh is None else group_of_mesh(mesh))
+    comm = comm_over(group if mesh is None else group_of_mesh(mesh))
+    preflight(comm, module)
+    return comm
 
 
 def _agree_and_take_state(
@@ -456,7 +742,7 @@ def _agree_and_take_state(
 ) -> None:
     agree_to_start(
         comm,
-        lambda: _check(module, settings, replaces),
+        lambda: _check(module, comm, settings, replaces),
         lambda: [*traits_of(module, settings.own(module)), *settings.traits()],
     )
     if settings.take_state and comm.size > 1:
@@ -472,9 +758,33 @@ def _agree_on_hook(hook: Hook, watched: Sequence[tuple[str, nn.Parameter]], comm
 @functools.cache
 def _rest_at_exit() -> None:
     atexit.register(wait_for_workers, EXIT_SECONDS)
+    atexit.register(say_goodbye)
+    module_watch.start()
+    watch_loaders()
+    _tell_of_uncaught_exceptions()
 
 
-def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync) -> Wiring:
+def say_goodbye(error: BaseException | None = None) -> None:
+    """Tell the ranks of every replica, without waiting, that this one ends; and of which error, if any."""
+    for each in list(_replicas.values()):
+        if each.reducer is not None and error is None:
+            each.reducer.say_goodbye()
+        elif each.reducer is not None and error is not None:
+            each.reducer.open_failure(error)
+
+
+def _tell_of_uncaught_exceptions() -> None:
+    before = sys.excepthook
+
+    def tell(kind: Any, error: BaseException, trace: Any) -> None:
+        with contextlib.suppress(Exception):
+            say_goodbye(error)
+        before(kind, error, trace)
+
+    sys.excepthook = tell
+
+
+def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync, model: str) -> Wiring:
     return Wiring(
         name,
         comm,
@@ -483,7 +793,15 @@ def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync) ->
         settings.unused,
         None if comm.size == 1 else buffers,
         settings.skip_unused,
+        deterministic=settings.deterministic,
+        riders=_riders(settings) if comm.size > 1 else (),
+        model=model,
     )
+
+
+def _riders(settings: Settings) -> list[Rider]:
+    """Return what every backward takes along."""
+    return [SameBatch()] if settings.loader_check else []
 
 
 def _facts(replica: Replica) -> Facts:
@@ -526,13 +844,17 @@ def _buffer_facts(module: nn.Module, settings: Settings) -> list[tuple[Policy, i
 def backend_name(replica: Replica) -> str:
     """Name what a replica's gradients travel over; nothing for a process alone."""
     comm, kinds = replica.comm, sorted({spec.device.type for spec in replica.plan.specs})
+    if comm.own_control() is not None:
+        return "threads"  # a rehearsal
     found = [backend_of(comm.group, kind) for kind in kinds] if isinstance(comm, GroupComm) else []
     return ", ".join(backend for backend in found if backend)
 
 
-def _check(module: nn.Module, settings: Settings, replaces: Replica | None) -> None:
+def _check(module: nn.Module, comm: Comm, settings: Settings, replaces: Replica | None) -> None:
     check_model(module, settings)
-    _check_overlap(module, {key: other for key, other in _replicas.items() if other is not replaces})
+    comm.claim(module)
+    # A copy: other threads may replicate meanwhile.
+    _check_overlap(module, {key: other for key, other in _replicas.copy().items() if other is not replaces})
 
 
 def _check_overlap(module: nn.Module, replicas: Mapping[int, Replica]) -> None:

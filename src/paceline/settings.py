@@ -11,10 +11,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from paceline.buffer_policies import Policies, Policy
 from paceline.buffers import names_of
 from paceline.errors import name_some
-from paceline.hooks import Hook, average, in_dtype, is_sure, name_of
+from paceline.finite import Mode
+from paceline.hooks import Hook, average, in_dtype, is_sure, name_of, total
 from paceline.hooks.checks import odd_signature
+from paceline.hooks.in_dtype import InDtype
 from paceline.plan import Caps, Wishes
 from paceline.precision import Precision
+from paceline.tree import refuse_sparse
+from paceline.waiting import STALL_SECONDS
 from paceline.wiring import Unused
 
 
@@ -33,6 +37,11 @@ class Settings:
     delayed: frozenset[str] = frozenset()  # parameters that go last, in one bucket
     skip_unused: bool = False  # do not send buckets that no rank has put anything into
     precision: Precision | None = None
+    deterministic: bool = False  # sums have a fixed order
+    check_finite: Mode | None = None  # what to do about NaN and Inf in one rank's gradients
+    loader_check: bool = True  # compare how many batches the ranks have drawn
+    stall_seconds: float = STALL_SECONDS  # of waiting, before a line tells what for
+    timeout_seconds: float | None = None  # of waiting; None: the process group's own
 
     def own(self, module: nn.Module) -> frozenset[str]:
         """Name the parameters and buffers that are each rank's own from the beginning."""
@@ -46,9 +55,26 @@ class Settings:
             ("the setting forward_sync_buffers", str(self.forward_sync_buffers)),
             ("the setting hook", name_of(self.hook)),
             ("the setting precision", str(self.precision)),
+            ("the setting deterministic", str(self.deterministic)),
+            ("the setting check_finite", repr(self.check_finite)),
+            ("the setting loader_check", str(self.loader_check)),
             ("the setting init_sync", str(self.take_state)),
             ("the setting skip_all_reduce_unused_params", str(self.skip_unused)),
         ]
+
+
+def read_seconds(what: str, seconds: Any) -> float:
+    """Read a number of seconds as users give it."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{what} has to be a number of seconds, got {type(seconds).__name__}")
+    if not seconds > 0:
+        raise ValueError(f"{what} has to be above 0 seconds, got {seconds!r}")
+    return float(seconds)
+
+
+def read_timeout(seconds: Any) -> float | None:
+    """Read how long a rank may keep the others waiting; None leaves it to the process group."""
+    return None if seconds is None else read_seconds("timeout_seconds", seconds)
 
 
 def caps_of(bucket_mb: float | Sequence[float], first: float | None) -> Caps:
@@ -79,6 +105,20 @@ def check_hook(hook: Any) -> None:
         )
 
 
+def hook_for(hook: Hook, reduce: Any) -> Hook:
+    """Read a hook, and the short word for the two plain ones."""
+    check_hook(hook)
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f'reduce has to be "mean" or "sum", got {reduce!r}')
+    if reduce == "mean":
+        return hook
+    if hook is not average:
+        raise ValueError(
+            f'give a hook ({name_of(hook)}) or reduce="sum", not both: what is summed up is up to the hook'
+        )
+    return total
+
+
 def check_beside_optimizer(hook: Hook, unused: Unused) -> None:
     """Refuse what an optimizer inside backward cannot wait for."""
     if unused == "error":
@@ -95,6 +135,18 @@ def check_beside_optimizer(hook: Hook, unused: Unused) -> None:
         )
 
 
+def check_deterministic(hook: Hook, sparse: Collection[str] = ()) -> None:
+    """Refuse what has no fixed order."""
+    plain = hook.inner if isinstance(hook, InDtype) else hook
+    if plain not in (average, total):
+        raise ValueError(
+            f"deterministic=True and the hook {name_of(hook)} exclude each other: what it sends depends on "
+            "how gradients lie in buckets. Take average, total, or in_dtype() around one of them"
+        )
+    if sparse:
+        refuse_sparse(sorted(sparse))
+
+
 def check_names(
     module: nn.Module, what: str, names: Collection[str], known: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
@@ -108,12 +160,18 @@ def check_names(
 
 def wishes_for(module: nn.Module, watched: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> Wishes:
     """Find the parameters that travel in a way of their own."""
-    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
-    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    sparse = sparse_in(module)
     return Wishes(
         delayed=frozenset(i for i, (name, _) in enumerate(watched) if name in settings.delayed),
-        sparse=frozenset(i for i, (_, parameter) in enumerate(watched) if id(parameter) in sparse),
+        sparse=frozenset(i for i, (name, _) in enumerate(watched) if name in sparse),
     )
+
+
+def sparse_in(module: nn.Module) -> set[str]:
+    """Name the parameters whose gradients are going to be sparse."""
+    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in sparse}
 
 
 def policies_from(buffers: Policy | Mapping[str, Policy] | None, broadcast: bool | None) -> Policies:

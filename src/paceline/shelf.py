@@ -75,16 +75,21 @@ class Shelf:
         """Keep a weak eye on the flat tensor that the gradients are views of; zero_grad() frees it."""
         self._last_flat = weakref.ref(flat)
 
+    @property
+    def last_flat(self) -> torch.Tensor | None:
+        """The flat tensor that was handed out last, as long as a gradient is its view."""
+        return None if self._last_flat is None else self._last_flat()
+
     def resident(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the last flat tensor if all gradients still are its views: they were added to in place."""
-        flat = None if self._last_flat is None else self._last_flat()
+        flat = self.last_flat
         if flat is None:
             return None
         return flat if all(self._lies_in(flat, i, g) for i, g in enumerate(gradients)) else None
 
     def is_resident(self, position: int, gradient: torch.Tensor) -> bool:
         """Tell whether one gradient still is a view of the last flat tensor."""
-        flat = None if self._last_flat is None else self._last_flat()
+        flat = self.last_flat
         return flat is not None and self._lies_in(flat, position, gradient)
 
     def _lies_in(self, flat: torch.Tensor, position: int, gradient: torch.Tensor | None) -> bool:

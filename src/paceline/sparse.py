@@ -12,12 +12,14 @@ from paceline.tally import Rows
 class Share:
     """This rank's rows of one parameter's gradient."""
 
-    def __init__(self, gradient: torch.Tensor | None, parameter: torch.Tensor) -> None:
+    def __init__(self, gradient: torch.Tensor | None, parameter: torch.Tensor, factor: float = 1.0) -> None:
         self._parameter = parameter
         self.came_dense = gradient is not None and gradient.layout is torch.strided
         rows = None if gradient is None else _by_rows(gradient.detach())
         self.indices = _no_indices(parameter) if rows is None else rows.indices()[0]
         self.values = _no_values(parameter) if rows is None else rows.values()
+        if factor != 1:
+            self.values = self.values * factor
 
     @property
     def count(self) -> int:

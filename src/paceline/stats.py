@@ -53,6 +53,7 @@ class Stats:
     plan_changes: int = 0  # since the module was replicated
     local_backwards: int = 0  # in no_sync() or accumulate(), before this step
     failed_backwards: int = 0  # reduced ones that raised, since the module was replicated
+    skipped_steps: int = 0  # that all ranks have dropped: check_finite="skip", or an audit that healed
     unused: tuple[str, ...] = ()  # parameters that no rank used in this step
     unused_somewhere: tuple[str, ...] = ()  # used on some ranks only
     hook: str = ""

@@ -123,8 +123,13 @@ def mixed_up(step: int) -> RanksDisagree:
     )
 
 
-def peer_failed(step: int, failed: dict[int, str], *, is_stepped: bool = False) -> PeerFailed:
-    """Say on the other ranks that a backward raised."""
+BACKWARD = "during its backward"
+
+
+def peer_failed(
+    step: int, failed: dict[int, str], where: str = BACKWARD, *, is_stepped: bool = False
+) -> PeerFailed:
+    """Say on the other ranks that one raised."""
     rank, text = min(failed.items())
     others = f" ({name_ranks(sorted(failed)[1:])} failed too)" if len(failed) > 1 else ""
     end = (
@@ -134,9 +139,7 @@ def peer_failed(step: int, failed: dict[int, str], *, is_stepped: bool = False) 
         else f"The gradients of this step were dropped on every rank. Mend the cause on rank {rank}, or "
         "catch this on every rank and go on with the next step."
     )
-    return PeerFailed(
-        f"step {step}: rank {rank} raised during its backward{others}: {text}\n{end}", rank, text
-    )
+    return PeerFailed(f"step {step}: rank {rank} raised {where}{others}: {text}\n{end}", rank, text)
 
 
 def exhausted(ranks: Sequence[int]) -> InputsExhausted:

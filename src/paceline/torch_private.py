@@ -8,22 +8,27 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
     torch._C._nn.unflatten_dense_tensors       and back, as views
     ProcessGroup._get_backend, its options._timeout
+    ProcessGroup._get_sequence_number_for_group
+    ProcessGroup.get_group_store, distributed_c10d._get_process_group_store
     torch.autograd._unsafe_preserve_version_counter, torch._C.Future
     torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
+    torch.utils.data.dataloader._BaseDataLoaderIter, its __next__ and _num_yielded
     torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
 """
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
+
+from paceline.places import ByPlace, here
 
 Node = torch.autograd.graph.Node
 CFuture = torch._C.Future  # what a collective's get_future() returns
@@ -67,7 +72,7 @@ def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Te
 def leaves_below(outputs: Iterable[Any]) -> set[int]:
     """Return the ``id`` of every leaf tensor that a backward from ``outputs`` would reach.
 
-    Walks the graph: for the failure path only.
+    Walks the graph: only after a failure, or when a module has got other parameters.
     """
     nodes = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
     stack = [node for node in nodes if node is not None]
@@ -186,6 +191,26 @@ def timeout_of(group: Any, device: torch.device) -> float:
     return limit.total_seconds()
 
 
+def sequence_of(group: Any) -> int:
+    """Count the collectives that a process group has started, where its backend counts them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def store_of(group: Any) -> Any:
+    """Return the key-value store through which the ranks of a process group have met, or None."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for find in (lambda: group.get_group_store(), lambda: c10d._get_process_group_store(group)):
+        try:
+            return find()
+        except (AttributeError, KeyError, RuntimeError):
+            continue
+    return None
+
+
 class BackwardListener(Protocol):
     """Who wants to know how backwards end. ``name`` puts several of them in the same order on every rank."""
 
@@ -203,8 +228,14 @@ class BackwardListener(Protocol):
     def on_nested_end(self) -> None:
         """Hear that a backward inside a backward has ended; this thread is back in the outer one."""
 
-    def on_backward_begin(self) -> None:
-        """Hear that an outermost backward starts."""
+    def on_backward_begin(self, leaves: Callable[[], set[int]]) -> float:
+        """Hear that an outermost backward starts; return what its gradients are to be multiplied by.
+
+        ``leaves`` returns the ids of the tensors whose gradient it computes.
+        """
+
+    def on_backward_left(self) -> None:
+        """Hear that an outermost backward has ended, in whatever way."""
 
     def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
         """Hear that an outermost backward raised, on the thread that had started it. Wait for nobody.
@@ -221,35 +252,59 @@ class _EngineWatch:
 
     The engine's own callbacks tell when a backward has ended. They stay silent when it raises, and a callback
     queued inside a nested backward (re-entrant checkpointing) fires at the nested end. Both are visible here.
+    A listener hears of the backwards of its own place (see paceline.places).
     """
 
     def __init__(self) -> None:
-        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listeners: ByPlace[Any] = ByPlace()
         self._depth = threading.local()
         self._ending: dict[int, list[Any]] = {}
         self._entry: Callable[..., Any] | None = None
+        self._is_held = False
 
     def add(self, listener: BackwardListener) -> None:
         self._listeners.add(listener)
+        here().has_come(listener)
+        self._stand()
+
+    def remove(self, listener: BackwardListener) -> None:
+        place = self._listeners.discard(listener)
+        if place is not None:
+            place.has_gone(listener)
+        self.forget(listener)
+        self._leave_if_idle()
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Stand at the door for as long as the block runs, whoever comes and goes on other threads."""
+        self._is_held = True
+        self._stand()
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self._leave_if_idle()
+
+    def _stand(self) -> None:
         if self._entry is None:
             self._entry = getattr(torch.autograd, _DOOR)
             setattr(torch.autograd, _DOOR, self._run)
 
-    def remove(self, listener: BackwardListener) -> None:
-        self._listeners.discard(listener)
-        self.forget(listener)
+    def _leave_if_idle(self) -> None:
         # Somebody may have wrapped us in turn; then the door stays ours, and costs nothing.
-        if not self._listeners and getattr(torch.autograd, _DOOR) == self._run:
+        if not self._is_held and not self._listeners and getattr(torch.autograd, _DOOR) == self._run:
             setattr(torch.autograd, _DOOR, self._entry)
             self._entry = None
 
     def forget(self, listener: BackwardListener) -> None:
         """Call a listener no more for backwards that were cut short."""
-        self._ending = {
-            task: others
-            for task, waiting in self._ending.items()
-            if (others := [other for other in waiting if other is not listener])
-        }
+        # Only this thread works for the tasks that the listener waits for; others may add theirs meanwhile.
+        for task, waiting in list(self._ending.items()):
+            others = [other for other in waiting if other is not listener]
+            if not others:
+                self._ending.pop(task, None)
+            elif len(others) < len(waiting):
+                self._ending[task] = others
 
     def call_at_end(self, listener: BackwardListener) -> list[Any]:
         """Have a listener called when the backward that this thread works for ends.
@@ -273,6 +328,10 @@ class _EngineWatch:
         for listener in listeners:
             listener.on_backward_end()
 
+    def in_order(self) -> list[Any]:
+        """Return the listeners of this place, in the order of their names: the same on every rank."""
+        return sorted(self._listeners.here(), key=_name_of)
+
     @staticmethod
     def inside() -> bool:
         """Tell whether this thread is inside a backward."""
@@ -289,32 +348,50 @@ class _EngineWatch:
         # torch.autograd.grad writes no .grad, so it is nobody's business here.
         if not kwargs.get("accumulate_grad"):
             return self._entry(outputs, *args, **kwargs)
-        for listener in list(self._listeners):
-            listener.on_backward_begin()
+        listeners = self.in_order()
+        inputs = args[3] if len(args) > 3 else ()
+        leaves = cache(lambda: {id(tensor) for tensor in inputs} if inputs else leaves_below(outputs))
+        factor = _the_factor([listener.on_backward_begin(leaves) for listener in listeners])
+        if factor != 1:
+            roots, *rest = args
+            args = (tuple(None if root is None else root * factor for root in roots), *rest)
+        self._depth.factor = factor
         try:
             return self._entry(outputs, *args, **kwargs)
         except BaseException as error:
-            inputs = args[3] if len(args) > 3 else ()
-            leaves = cache(lambda: {id(tensor) for tensor in inputs} if inputs else leaves_below(outputs))
-            listeners = sorted(self._listeners, key=_name_of)
+            listeners = self.in_order()
             for listener in listeners:
                 listener.on_backward_failing(error, leaves)
             for listener in listeners:
                 listener.on_backward_raised(error)
             raise
+        finally:
+            self._depth.factor = 1.0
+            for listener in listeners:
+                listener.on_backward_left()
+
+    @property
+    def factor(self) -> float | None:
+        """What the present backward's gradients are multiplied by; None on a thread that cannot know."""
+        return getattr(self._depth, "factor", None)
 
     def _run_nested(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         assert self._entry is not None
         self._depth.value = getattr(self._depth, "value", 0) + 1
-        for listener in list(self._listeners):
+        for listener in self._listeners.here():
             listener.on_nested_begin()
         try:
             return self._entry(outputs, *args, **kwargs)
         finally:
             self._depth.value -= 1
             if not self._depth.value:
-                for listener in list(self._listeners):
+                for listener in self._listeners.here():
                     listener.on_nested_end()
+
+
+def _the_factor(wanted: Sequence[float]) -> float:
+    """Choose what a backward is multiplied by; who wants something else finds out when it is reached."""
+    return next((factor for factor in wanted if factor != 1), 1.0)
 
 
 def _name_of(listener: BackwardListener) -> bytes:
@@ -322,3 +399,74 @@ def _name_of(listener: BackwardListener) -> bytes:
 
 
 engine_watch = _EngineWatch()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The last batch that was drawn from a DataLoader: a token of its iterator, and which one it was."""
+
+    iterator: object
+    count: int
+
+
+class _LoaderWatch(threading.local):
+    """Notes, by thread, from which DataLoader a batch was drawn last."""
+
+    last: Drawn | None = None
+
+    def note(self, iterator: Any) -> None:
+        token = iterator.__dict__.setdefault("_paceline_token", object())
+        self.last = Drawn(token, iterator._num_yielded)
+
+
+@cache
+def watch_loaders() -> None:
+    """Look at each batch that a DataLoader hands out, for as long as the process lives."""
+    from torch.utils.data import dataloader
+
+    kind: Any = dataloader._BaseDataLoaderIter
+    draw = kind.__next__
+
+    def draw_and_note(iterator: Any) -> Any:
+        batch = draw(iterator)
+        loader_watch.note(iterator)
+        return batch
+
+    kind.__next__ = draw_and_note
+
+
+class _ModuleWatch:
+    """Counts what changes in the structure of any module: parameters, buffers and parts, set or removed."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._is_on = False
+
+    def start(self) -> None:
+        """Look from now on, for as long as the process lives."""
+        if not self._is_on:
+            self._is_on = True
+            modules: Any = torch.nn.modules.module
+            modules.register_module_parameter_registration_hook(self._note)
+            modules.register_module_module_registration_hook(self._note)
+            modules.register_module_buffer_registration_hook(self._note)
+            self._watch_removals()
+
+    def _watch_removals(self) -> None:
+        remove: Any = torch.nn.Module.__delattr__  # no hook tells of it
+
+        def remove_and_note(module: torch.nn.Module, name: str) -> None:
+            remove(module, name)
+            self.changes += 1
+
+        torch.nn.Module.__delattr__ = remove_and_note  # type: ignore[method-assign]
+
+    def note(self) -> None:
+        self.changes += 1
+
+    def _note(self, _module: Any, _name: str, _value: Any) -> None:
+        self.changes += 1
+
+
+loader_watch = _LoaderWatch()
+module_watch = _ModuleWatch()

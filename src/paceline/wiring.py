@@ -12,6 +12,7 @@ from paceline.buffers import BufferSync
 from paceline.comm import Comm
 from paceline.control import Control
 from paceline.hooks import Hook, average, name_of
+from paceline.riders import Rider
 
 Unused = Literal["allow", "error"]
 
@@ -40,10 +41,18 @@ class Wiring:
     skip_unused: bool = False  # do not send buckets that no rank has put anything into
     joining: Joining | None = None  # set inside join()
     consumer: Consumer | None = None  # the optimizer, if it runs inside backward
+    deterministic: bool = False  # sums have a fixed order
+    riders: Sequence[Rider] = ()  # what else the ranks compare in every backward
+    model: str = "replica"  # the class of the module
 
     def scale_on(self, device: torch.device) -> float:
         """Return the factor that copying a gradient folds in: the mean's, if the hook is the plain mean."""
-        return self.comm.mean_factor(device) if self.hook is average and not self.joining else 1.0
+        return self.comm.mean_factor(device) if self.hook is average and not self.deterministic else 1.0
+
+    @property
+    def title(self) -> str:
+        """What the replica is called in messages: the model's class, and the number of the replica."""
+        return f"{self.model} #{self.name.rpartition(b'#')[2].decode()}"
 
     def topic(self, kind: bytes) -> bytes:
         """Name a kind of frame of this replica."""
@@ -53,7 +62,9 @@ class Wiring:
     def terms(self) -> list[str]:
         """What has to be the same on every rank besides the plan, in words."""
         settings = [f"hook {name_of(self.hook)}", f"skip_unused={self.skip_unused}"]
+        settings += ["deterministic=True"] if self.deterministic else []
         settings += [f"inside join({self.joining})"] if self.joining else []
+        settings += [rider.label for rider in self.riders if rider.label]
         return [*settings, "optimizer in backward"] if self.consumer else settings
 
     @cached_property

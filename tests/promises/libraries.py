@@ -1,7 +1,7 @@
 """The three libraries that every scenario runs on, behind one face."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,18 @@ class Library:
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         return wrapped.no_sync()
 
+    def check_finite(self, wrapped: nn.Module) -> None:
+        """Have every backward look for NaN and Inf, where that can be had."""
+        paceline.replica(wrapped).check_finite()
+
+    def audit(self, wrapped: nn.Module, every: int) -> None:
+        """Have the ranks compare what they hold, where that can be had."""
+        paceline.audit(wrapped, every)
+
+    def weight(self, wrapped: nn.Module, samples: int) -> AbstractContextManager[None]:
+        """Say what a backward stands for, where that can be said."""
+        return paceline.weight(wrapped, samples)
+
     def __str__(self) -> str:
         return self.name
 
@@ -40,6 +52,15 @@ class Torch(Library):
         if "process_group" not in arguments:
             arguments["process_group"] = dist.new_group(timeout=timedelta(seconds=TORCH_SECONDS))
         return nn.parallel.DistributedDataParallel(model, **arguments)
+
+    def weight(self, wrapped: nn.Module, samples: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_finite(self, wrapped: nn.Module) -> None:
+        pass
+
+    def audit(self, wrapped: nn.Module, every: int) -> None:
+        pass
 
 
 class Replicate(Library):

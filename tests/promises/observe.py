@@ -13,12 +13,18 @@ from paceline.testing import RankFailure, ranks
 from tests.promises.libraries import Library, Torch
 from tests.promises.measure import gather
 from tests.promises.scenarios import row
+from tests.promises.test_ab_same_bits import ab_same_bits
 from tests.promises.test_m_nothing_listens_off_loopback import listeners, off_loopback
 
 
 def observe(id: str, library: Library) -> str:
     """Say what two ranks saw in a row of the matrix."""
     return _seen(lambda folder: _run_row(id=id, library=library, folder=folder))
+
+
+def observe_bits(library: Library) -> str:
+    """Say whether four ranks saw the same bits in everything that should not matter."""
+    return _seen(lambda folder: _run_bits(library=library, folder=folder))
 
 
 def observe_listeners(library: Library) -> str:
@@ -48,6 +54,11 @@ def _ending(lines: list[str]) -> str:
 @ranks(2, timeout=40, warnings="ignore")
 def _run_row(rank: int, id: str, library: Library, folder: str) -> None:
     Path(folder, str(rank)).write_text(row(id).run(library))
+
+
+@ranks(4, timeout=60, warnings="ignore")
+def _run_bits(rank: int, library: Library, folder: str) -> None:
+    Path(folder, str(rank)).write_text(ab_same_bits(library))
 
 
 @ranks(2, timeout=40, backend=None, warnings="ignore")

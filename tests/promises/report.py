@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tests.promises.libraries import DROP_IN, REPLICATE, TORCH, TORCH_SECONDS, Library
-from tests.promises.observe import observe, observe_listeners
+from tests.promises.observe import observe, observe_bits, observe_listeners
 from tests.promises.scenarios import MATRIX
 
 ROOT = Path(__file__).parents[2]
@@ -19,17 +19,8 @@ PAGE = ROOT / "docs" / "promises.md"
 LIBRARIES: tuple[Library, ...] = (TORCH, REPLICATE, DROP_IN)
 
 LISTENING = ("M", "`MASTER_ADDR=127.0.0.1`")
+SAME_BITS = ("AB", "same input: steps 0 and 1; two bucket sizes; 1, 2 and 4 ranks (`deterministic=True`)")
 BY_TEST_ALONE = {"E": "the exit of a run that trained: 100 clean exits of 100 (`PACELINE_EXITS=100`)"}
-NOT_YET = {
-    "H3": "parameters added to or removed from the module after wrapping",
-    "V": "one rank skips a batch",
-    "U": "5 tokens on rank 0, 1 on rank 1, mean loss",
-    "AB": "same input, same bits: across steps, bucket sizes and ranks",
-    "W2": "the link returns wrong data at start-up",
-    "X": "a peer never arrives",
-    "N": "one rank's gradient is NaN or Inf",
-    "P": "bit flipped in one rank's weights",
-}
 
 PAGE_TEXT = """# Promises, and what was seen
 
@@ -50,9 +41,6 @@ Shown by its test alone:
 
 {by_test_alone}
 
-Not yet:
-
-{not_yet}
 """
 
 Seen = Mapping[str, str]  # library -> what was seen
@@ -63,6 +51,7 @@ def main() -> None:
     rows = []
     for row in MATRIX:
         rows.append((row.id, row.situation, _watch(row.id, lambda library, id=row.id: observe(id, library))))
+    rows.append((*SAME_BITS, _watch(SAME_BITS[0], observe_bits)))
     rows.append((*LISTENING, _watch(LISTENING[0], observe_listeners)))
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(rows, torch.__version__.split("+")[0]))
@@ -87,7 +76,6 @@ def page(rows: list[tuple[str, str, Seen]], version: str) -> str:
             f"| {link(id)} | {situation} | {theirs(seen)} | {ours(seen)} |" for id, situation, seen in rows
         ),
         by_test_alone="\n".join(f"- {link(id)}: {situation}" for id, situation in BY_TEST_ALONE.items()),
-        not_yet="\n".join(f"- {id}: {situation}" for id, situation in NOT_YET.items()),
     )
 
 

@@ -9,9 +9,11 @@ import functools
 import io
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,13 +22,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from tests.promises.libraries import Library
+from tests.promises.libraries import TORCH_SECONDS, Library
 from tests.promises.measure import (
     EQUAL,
     LOCAL,
     attempt,
     batch,
+    first_words,
     gather,
     gradients,
     reference,
@@ -34,6 +38,7 @@ from tests.promises.measure import (
     story,
     verdict,
 )
+from tests.promises.wrong_link import COLLECTIVES, WrongLink
 
 
 def small_model(seed: int = 1) -> nn.Sequential:
@@ -532,6 +537,154 @@ def w_other_shape(library: Library) -> str:
     return attempt(lambda: library.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2 + dist.get_rank()))))
 
 
+def over_a_wrong_link(library: Library, collective: str) -> str:
+    """Wrap a model over a group that garbles what a collective returns, and train a step if that works."""
+    model = small_model()
+    expected, _ = _two_references(model)
+    group = dist.new_group(timeout=timedelta(seconds=TORCH_SECONDS))
+    wrapped: list[nn.Module] = []
+    wrong = WrongLink(group, collective)
+    trouble = attempt(lambda: wrapped.append(library.wrap(model, process_group=wrong)))
+    if trouble:
+        return trouble
+    trouble = attempt(lambda: loss_of(wrapped[0], share(batch())).backward())
+    return trouble or verdict(wrapped[0], expected)
+
+
+def w2_wrong_link(library: Library) -> str:
+    return story((collective, over_a_wrong_link(library, collective)) for collective in COLLECTIVES)
+
+
+def h3_changed_module(library: Library) -> str:
+    model = small_model()
+    wrapped = library.wrap(model)
+    loss_of(wrapped, share(batch())).backward()
+    wrapped.zero_grad()
+    torch.manual_seed(100 + dist.get_rank())
+    model.append(nn.Linear(3, 3))
+    seen: dict[str, torch.Tensor | None] = {}
+
+    def train() -> None:
+        loss = loss_of(wrapped, share(batch()))
+        seen.update(reference(model, lambda m: loss_of(m, batch()).backward()))
+        loss.backward()
+
+    return attempt(train) or verdict(wrapped, seen)
+
+
+def u_uneven_batches(library: Library) -> str:
+    model = small_model()
+    rows = [5, 1]
+    whole = batch(sum(rows))
+    expected = reference(model, lambda m: loss_of(m, whole).backward())
+    wrapped = library.wrap(model)
+    mine = whole.split(rows)[dist.get_rank()]
+    with library.weight(wrapped, len(mine)):
+        loss_of(wrapped, mine).backward()
+    seen = verdict(wrapped, expected)
+    got = torch.cat([g.flatten() for g in gradients(wrapped).values() if g is not None])
+    want = torch.cat([g.flatten() for g in expected.values() if g is not None])
+    error = float((got - want).norm() / want.norm())
+    return seen if error < 1e-6 else f"{error:.0%} off the reference (relative norm), silent"
+
+
+def v_skipped_batch(library: Library) -> str:
+    model = library.wrap(small_model())
+    rows = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
+    trained: list[int] = []
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for place, x in enumerate(DataLoader(rows, batch_size=3)):
+            if place == 9 or (dist.get_rank() == 1 and place == 5):
+                continue
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+            trained.append(place)
+            if len(trained) == 8:
+                break
+
+    if trouble := attempt(train):
+        return trouble
+    pairs = [pair for pair in zip(*gather(trained), strict=True) if len(set(pair)) > 1]
+    return f"rank 0's batch {pairs[0][0]} was averaged with rank 1's batch {pairs[0][1]}, silent"
+
+
+# ---- N, P: numbers that are wrong on one rank --------------------------------------------------------------
+
+
+class Spoil(torch.autograd.Function):
+    """Pass on what comes in, and put a NaN into the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.index_fill(0, torch.tensor([0]), float("nan"))
+
+
+def n_not_finite(library: Library) -> str:
+    wrapped = library.wrap(small_model())
+    library.check_finite(wrapped)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    loss = loss_of(wrapped, share(batch()))
+    trouble = attempt((Spoil.apply(loss.view(1)) if dist.get_rank() == 1 else loss.view(1)).backward)
+    optimizer.step()
+    poisoned = gather(any(bool(p.isnan().any()) for p in wrapped.parameters()))
+    fate = f"{sum(poisoned)} of {len(poisoned)} ranks' weights are NaN after optimizer.step()"
+    return f"{trouble}; {fate}" if trouble else f"{fate}, silent"
+
+
+def flip_bit(tensor: torch.Tensor, bit: int = 22) -> None:
+    """Flip one bit of a tensor's first number, as a fault of the memory does."""
+    tensor.data.view(torch.int32).view(-1)[0] ^= 1 << bit
+
+
+def p_flipped_bit(library: Library) -> str:
+    every, model = 4, small_model()
+    wrapped = library.wrap(model)
+    library.audit(wrapped, every)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
+    done: list[int] = []
+
+    def train() -> None:
+        for step in range(1 + every):
+            if step == 1 and dist.get_rank() == 1:
+                flip_bit(model[2].weight)
+            optimizer.zero_grad()
+            loss_of(wrapped, share(batch())).backward()
+            optimizer.step()
+            done.append(step)
+
+    if trouble := attempt(train):
+        return f"{len(done) - 1} steps later: {trouble}"
+    held = gather([p.detach() for p in wrapped.parameters()])
+    same = all(torch.equal(a, b) for other in held for a, b in zip(held[0], other, strict=True))
+    return "the weights agree again" if same else f"{every} steps later the weights differ, silent"
+
+
+def x_missing_peer(library: Library) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=TORCH_SECONDS))
+    model = library.wrap(small_model(), process_group=group)
+
+    def collate(rows: list[torch.Tensor]) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            time.sleep(TORCH_SECONDS + 2)
+        return torch.stack(rows)
+
+    seen = "went on"
+    for x in DataLoader(batch(), batch_size=12, collate_fn=collate):
+        if dist.get_rank() == 0:
+            try:
+                loss_of(model, x).backward()
+            except Exception as error:
+                seen = f"raised {type(error).__name__}: {first_words(error, limit=400)}"
+    return f"rank 0 {gather(seen)[0]}"
+
+
 # ---- the matrix --------------------------------------------------------------------------------------------
 
 
@@ -559,6 +712,7 @@ MATRIX = (
     ),
     Row("H1", "parameter unfrozen after wrapping", h1_unfrozen),
     Row("H2", "parameter frozen after wrapping", h2_frozen),
+    Row("H3", "a layer added after wrapping, with other values on each rank", h3_changed_module),
     Row("I", "any path but the wrapper's forward", i_not_through_forward),
     Row("K1", "one layer under two re-entrant checkpoints", k1_two_reentrant_checkpoints),
     Row("K2", "two `backward()` on one forward (`retain_graph`)", k2_two_backwards_on_one_forward),
@@ -568,11 +722,17 @@ MATRIX = (
         m3_orders_of_forward_and_backward,
     ),
     Row("L", "an exception inside rank 0's backward, caught, training goes on", l_exception_in_backward),
+    Row("V", "rank 1 skips batch 5", v_skipped_batch),
+    Row("U", "5 samples on rank 0, 1 on rank 1, mean loss (`weight(n)`)", u_uneven_batches),
+    Row("X", "rank 1 is still loading data when the time is over (3 s)", x_missing_peer),
     Row("J", "deepcopy and pickle with a non-default group", j_copies),
     Row("Q", "buffers with broadcasting off", q_buffers_without_broadcast),
     Row("S", "`state_dict` keys and class", s_state_dict),
     Row("Z", "a model with no trainable parameter", z_nothing_to_train),
     Row("W", "same parameter count, one shape differs", w_other_shape),
+    Row("W2", "the link returns wrong data at start-up", w2_wrong_link),
+    Row("N", "rank 1's gradient is NaN (`check_finite=True`)", n_not_finite),
+    Row("P", "a bit flipped in rank 1's weights (`audit(every=4)`)", p_flipped_bit),
 )
 
 

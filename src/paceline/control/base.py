@@ -5,13 +5,19 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 
+from paceline.reporter import Desk
+from paceline.waiting import Waiter
+
 Topic = bytes
 
 
 class Control(ABC):
     """Frames among all ranks of a comm."""
 
+    posts_alone = False  # post() needs no other rank, not even later
     label = b""  # the same on all ranks, different for each group
+    desk: Desk | None = None  # where the ranks report what they do
+    epoch = 0  # how often all ranks have dropped every exchange that was under way
 
     def __init__(self) -> None:
         self._replicas = 0
@@ -36,10 +42,11 @@ class Control(ABC):
         """Tell whether ``collect()`` would return at once, or raise. Does not wait."""
 
     @abstractmethod
-    def collect(self, topic: Topic, seconds: float) -> list[bytes]:
+    def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
         """Return every rank's frame of a topic that this rank has posted, by rank.
 
-        Raises PeerLost naming a rank that is gone, or silent for longer than ``seconds``.
+        Raises PeerLost naming a rank that is gone, PeerTimeout if one is missing for longer than ``seconds``.
+        ``waiter`` can say what is waited for, and after how many seconds a line has to tell it.
         """
 
 
@@ -56,7 +63,7 @@ class SoloControl(Control):
     def ready(self, topic: Topic) -> bool:
         return True
 
-    def collect(self, topic: Topic, seconds: float) -> list[bytes]:
+    def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
         return [self._frames[topic].popleft()]
 
 

@@ -2,14 +2,20 @@
 
 import struct
 from collections import deque
-from datetime import timedelta
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from paceline.comm import GroupComm, cpu_group_like
+from paceline.abandoned import keep
+from paceline.comm import GroupComm, cpu_group_like, wait_with
 from paceline.control.base import Control, Topic, pack, unpack
-from paceline.errors import PeerLost, RanksDisagree
+from paceline.errors import PeerLost, PeerTimeout, RanksDisagree
+from paceline.reporter import Desk
+from paceline.reports import Report, StoreReports, Wait
+from paceline.torch_private import store_of
+from paceline.waiting import STALL_SECONDS, Patience, Waiter, Waiting
 
 SMALL = 240  # bytes that travel in the first round
 
@@ -22,6 +28,7 @@ class GroupControl(Control):
         self._group = cpu_group_like(comm.group)
         self._comm = GroupComm(self._group)
         self._posted: dict[Topic, deque[tuple[bytes, list[torch.Tensor], Any]]] = {}
+        self.desk = _desk_in_store(self._comm)
 
     def post(self, topic: Topic, frame: bytes) -> None:
         frame = pack(topic, frame)
@@ -34,12 +41,16 @@ class GroupControl(Control):
     def ready(self, topic: Topic) -> bool:
         return bool(self._posted[topic][0][2].is_completed())
 
-    def collect(self, topic: Topic, seconds: float) -> list[bytes]:
+    def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
         frame, rows, work = self._posted[topic].popleft()
         try:
-            work.wait(timedelta(seconds=seconds))
+            wait_with(partial(self._begin_to_wait, topic, seconds, waiter), work)
+        except PeerTimeout:
+            keep(work, rows)
+            raise
         except RuntimeError as error:
-            raise PeerLost(
+            kind = PeerTimeout if "timed out" in str(error).lower() else PeerLost
+            raise kind(
                 f"the control group broke off: {error}. Look for the first rank that failed."
             ) from error
         heads = [bytes(row.tolist()) for row in rows]
@@ -55,3 +66,28 @@ class GroupControl(Control):
                 "every rank run the same backwards of the same models in the same order."
             )
         return [payload for _, payload in told]
+
+    def _begin_to_wait(self, topic: Topic, seconds: float, waiter: Waiter | None) -> Waiting:
+        stall_seconds = STALL_SECONDS if waiter is None else waiter.stall_seconds
+        patience = Patience(self._comm.rank, self._comm.size, seconds, stall_seconds)
+        patience.desk = self.desk
+        name = topic.decode(errors="replace")
+        place = f"for {name}" if waiter is None else waiter.waits_for(topic)
+        return Waiting(patience, place, partial(self._not_at, name), wait=Wait(0, 0, name, place))
+
+    def _not_at(self, topic: str, reports: Mapping[int, Report]) -> list[int]:
+        """Return the ranks that do not report to wait for the same; a collective itself does not tell."""
+        waits = {rank: report.wait for rank, report in reports.items()}
+        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+        return [rank for rank in others if (wait := waits.get(rank)) is None or wait.topic != topic]
+
+
+def _desk_in_store(comm: GroupComm) -> Desk | None:
+    store = store_of(comm.group)
+    if store is None:
+        return None
+    try:
+        store = store.clone()  # a connection of its own: others may wait on the first one for minutes
+    except (AttributeError, RuntimeError):
+        return None
+    return Desk(StoreReports(store, comm.rank, comm.size))

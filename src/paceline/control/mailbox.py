@@ -15,7 +15,6 @@ import mmap
 import os
 import platform
 import select
-import socket
 import struct
 import time
 from collections import deque
@@ -24,7 +23,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from paceline.control.base import unpack
+from paceline.control.files import exchange_files
 from paceline.control.sockets import SocketControl, gone
+from paceline.errors import PeerTimeout
 
 SLOTS = 64
 SLOT_NBYTES = 2048
@@ -79,7 +80,7 @@ class MailboxControl(SocketControl):
     def __init__(self, rank: int, links: dict[int, Connection]) -> None:
         super().__init__(rank, links)
         size = len(links) + 1
-        self._mine, self._boxes = _exchange_mailboxes(links, size)
+        self._mine, self._boxes = exchange_files(links, "paceline-control", partial(Mailbox, size=size))
         self._read = dict.fromkeys(links, 0)
         self._parts = dict.fromkeys(links, b"")
         self._hangups = {peer: _hangup_poller(link) for peer, link in links.items()}
@@ -91,8 +92,21 @@ class MailboxControl(SocketControl):
         for start in starts:
             number = self._mine.written
             for peer, box in self._boxes.items():
-                self._wait(peer, partial(self._has_room, box, number), time.monotonic() + ROOM_SECONDS)
+                self._wait_for_room(peer, partial(self._has_room, box, number))
             self._mine.write(number, message[start : start + PART_NBYTES], more=start != starts[-1])
+
+    def _wait_for_room(self, peer: int, has_room: Callable[[], bool]) -> None:
+        if has_room():
+            return
+        now = time.monotonic()
+        try:
+            self._wait(peer, has_room, now, now + ROOM_SECONDS)
+        except TimeoutError:
+            raise PeerTimeout(
+                f"rank {peer} has left {SLOTS} frames unread for {ROOM_SECONDS:g} s. It is stuck; look at "
+                "what that rank is doing.",
+                peer,
+            ) from None
 
     def _has_room(self, box: Mailbox, number: int) -> bool:
         if number - box.has_read(self._rank) < SLOTS:
@@ -108,10 +122,14 @@ class MailboxControl(SocketControl):
             self._keep(rank, *unpack(message))
         return bool(box)
 
-    def _receive(self, rank: int, deadline: float) -> bytes:
+    def _receive(self, rank: int, began: float, until: float) -> bytes:
         while (message := self._next_message(rank)) is None:
-            self._wait(rank, partial(self._has_mail, rank), deadline)
+            self._wait(rank, partial(self._has_mail, rank), began, until)
         return message
+
+    def _check_lives(self, rank: int) -> None:
+        if self._hangups[rank].poll(0) and not self._has_mail(rank):
+            raise gone(rank)
 
     def _has_mail(self, rank: int) -> bool:
         return self._boxes[rank].written > self._read[rank]
@@ -128,21 +146,18 @@ class MailboxControl(SocketControl):
                 return message
         return None
 
-    def _wait(self, rank: int, done: Callable[[], bool], deadline: float) -> None:
+    def _wait(self, rank: int, done: Callable[[], bool], began: float, until: float) -> None:
         """Return when a peer has done something; raise TimeoutError, or PeerLost if it has ended."""
-        if done():
-            return
-        start = time.monotonic()
         while not done():
             now = time.monotonic()
-            if now - start < self._spin_seconds:
+            if now - began < self._spin_seconds:
                 os.sched_yield()
             elif self._hangups[rank].poll(0) and not done():
                 raise gone(rank)
-            elif now > deadline:
+            elif now > until:
                 raise TimeoutError
             else:
-                time.sleep(_nap(now - start))
+                time.sleep(_nap(now - began))
 
 
 def _nap(waited: float) -> float:
@@ -153,32 +168,6 @@ def _nap(waited: float) -> float:
 def mailboxes_work_here() -> bool:
     """Tell whether stores to shared memory are seen in the order in which they were made."""
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
-
-
-def _exchange_mailboxes(links: dict[int, Connection], size: int) -> tuple[Mailbox, dict[int, Mailbox]]:
-    """Make this rank's mailbox, and pass its file to every peer; nothing is left in the file system."""
-    file = os.memfd_create("paceline-control")
-    try:
-        mine = Mailbox(file, size)
-        for link in links.values():
-            with _socket_of(link) as wire:
-                socket.send_fds(wire, [b"m"], [file])
-    finally:
-        os.close(file)
-    return mine, {peer: _receive_mailbox(link, size) for peer, link in links.items()}
-
-
-def _receive_mailbox(link: Connection, size: int) -> Mailbox:
-    with _socket_of(link) as wire:
-        _, files, _, _ = socket.recv_fds(wire, 1, 1)
-    try:
-        return Mailbox(files[0], size)
-    finally:
-        os.close(files[0])
-
-
-def _socket_of(link: Connection) -> socket.socket:
-    return socket.socket(fileno=os.dup(link.fileno()))
 
 
 def _hangup_poller(link: Connection) -> "select.poll":

@@ -12,16 +12,25 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from paceline.activity import trainer
 from paceline.control.base import Control, Topic, pack, unpack
-from paceline.errors import PeerLost
+from paceline.control.vigil import Vigil
+from paceline.errors import PeerLost, RanksDisagree
+from paceline.reports import Wait
+from paceline.waiting import LOOK_SECONDS, STALL_SECONDS, Patience, Waiter
 
 SETUP_SECONDS = 60.0
+GIVEN_UP: Topic = b"\0given up"  # no replica has such a name
+_GIVEN_UP = struct.Struct("!Q?")
 
 
 class SocketControl(Control):
     """Every rank wired to every other by a local stream socket."""
+
+    posts_alone = True
 
     def __init__(self, rank: int, links: dict[int, Connection]) -> None:
         super().__init__()
@@ -29,19 +38,26 @@ class SocketControl(Control):
         self._links = links
         self._inbox: dict[tuple[int, Topic], deque[bytes]] = {}
         self._pollers = {peer: _poller(link) for peer, link in links.items()}
+        self._heard = [0] * (len(links) + 1)  # frames of each rank, this one included, in this epoch
+        self._waits = 0
+        self._behind: set[int] = set()  # ranks whose frames are still of the last epoch
+        self._refusal: RanksDisagree | None = None  # why the epoch has ended, until it is raised
+        self._parting = b""  # what the others are told then
 
     def post(self, topic: Topic, frame: bytes) -> None:
         self._keep(self._rank, topic, frame)
         self._send(pack(topic, frame))
 
     def ready(self, topic: Topic) -> bool:
+        if self._refusal is not None:
+            return True
         return all(box or self._drain(rank, box) for rank, box in enumerate(self._boxes_of(topic)))
 
     def _drain(self, rank: int, box: deque[bytes]) -> bool:
         """Take in what a rank has sent, without waiting; tell whether that ends the waiting for a frame."""
         while not box and self._has_sent(rank):
             try:
-                self._keep(rank, *unpack(self._receive(rank, 0.0)))
+                self._keep(rank, *unpack(self._receive(rank, 0.0, 0.0)))
             except PeerLost:
                 return True
         return bool(box)
@@ -52,34 +68,122 @@ class SocketControl(Control):
     def _boxes_of(self, topic: Topic) -> list[deque[bytes]]:
         return [self._inbox.setdefault((rank, topic), deque()) for rank in range(len(self._links) + 1)]
 
-    def collect(self, topic: Topic, seconds: float) -> list[bytes]:
-        deadline = time.monotonic() + seconds
+    def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
+        if self._refusal is not None:
+            self._refuse()
         boxes = self._boxes_of(topic)
         for rank, box in enumerate(boxes):
-            self._fill(rank, box, deadline, seconds)
+            if not box and not (self._drain(rank, box) and box):
+                self._wait_for(topic, boxes, seconds, waiter)
+                break
         # Taken out only when all are there: who is interrupted while waiting can collect again.
         return [box.popleft() for box in boxes]
 
-    def _fill(self, rank: int, box: deque[bytes], deadline: float, seconds: float) -> None:
-        while not box:
-            # First in, first out: what comes before the frame we want belongs to another topic.
-            try:
-                self._keep(rank, *unpack(self._receive(rank, deadline)))
-            except TimeoutError:
-                raise PeerLost(
-                    f"rank {rank} did not answer for {seconds:g} s. It is stuck or much slower than the "
-                    "others; look at what that rank is doing, or give the process group a longer timeout.",
-                    rank,
-                ) from None
+    def _wait_for(
+        self, topic: Topic, boxes: Sequence[deque[bytes]], seconds: float, waiter: Waiter | None
+    ) -> None:
+        """Return when every rank has sent its frame; raise when one cannot or does not."""
+        self._refuse()
+        began = time.monotonic()
+        stall_seconds = STALL_SECONDS if waiter is None else waiter.stall_seconds
+        pause = min(LOOK_SECONDS, seconds, stall_seconds)
+        vigil: Vigil | None = None
+        until = began + pause
+        try:
+            for rank, box in enumerate(boxes):
+                while not box:
+                    # First in, first out: what comes before the frame we want belongs to another topic.
+                    try:
+                        self._keep(rank, *unpack(self._receive(rank, began, until)))
+                    except TimeoutError:
+                        if vigil is None:
+                            patience = Patience(self._rank, len(boxes), seconds, stall_seconds)
+                            vigil = Vigil(self, topic, boxes, patience, waiter, began)
+                        vigil.look()
+                        until = time.monotonic() + pause
+                    self._refuse()
+        finally:
+            if vigil is not None:
+                vigil.end()
+
+    def missing(self, boxes: Sequence[deque[bytes]]) -> list[int]:
+        """Return the ranks whose frame is not there; raise PeerLost if one of them has ended."""
+        found = []
+        for rank, box in enumerate(boxes):
+            if not box and self._drain(rank, box) and not box:
+                raise gone(rank)
+            if not box:
+                self._check_lives(rank)
+                found.append(rank)
+        return found
+
+    def _check_lives(self, rank: int) -> None:
+        """Raise PeerLost if a rank has ended. With sockets, reading shows it."""
+
+    # ---- exchanges that cannot end ---------------------------------------------------------------
+
+    def wait_to_report(self, number: int, topic: Topic, place: str, missing: Sequence[int]) -> Wait:
+        """Write down all that tells whether a wait can ever end."""
+        heard = list(self._heard)
+        return Wait(
+            number,
+            self.epoch,
+            topic.decode(errors="replace"),
+            place,
+            list(missing),
+            heard[self._rank],
+            heard,
+            self.trace,
+            trainer.is_one,
+        )
+
+    def next_wait(self) -> int:
+        """Give a wait that is reported its number."""
+        self._waits += 1
+        return self._waits
+
+    def give_up(self, text: str, *, ends: bool) -> None:
+        """Drop every exchange that is under way, here and, by a frame that says so, on every other rank."""
+        self._begin_epoch(text, ends=ends)
+        self._refuse()
+
+    def _on_given_up(self, rank: int, frame: bytes) -> None:
+        epoch, ends = _GIVEN_UP.unpack_from(frame)
+        if epoch == self.epoch:
+            self._begin_epoch(frame[_GIVEN_UP.size :].decode(), ends=ends)
+        # What follows on this link is new.
+        self._behind.discard(rank)
+
+    def _begin_epoch(self, text: str, *, ends: bool) -> None:
+        self._refusal = RanksDisagree(text)
+        self._refusal.is_known = True
+        if ends:
+            self.ended = self._refusal
+        self._parting = pack(GIVEN_UP, _GIVEN_UP.pack(self.epoch, ends) + text.encode())
+        self.epoch += 1
+        self._inbox.clear()
+        self._heard = [0] * len(self._heard)
+        self._behind = set(self._links)
+
+    def _refuse(self) -> None:
+        """Raise if the exchanges were given up, and let the others know where the new ones begin."""
+        if (refusal := self._refusal) is not None:
+            self._refusal = None
+            self._inbox = {key: box for key, box in self._inbox.items() if key[0] != self._rank}
+            self._heard[self._rank] = 0
+            self._send(self._parting)
+            raise refusal
 
     def _send(self, message: bytes) -> None:
         dead = [peer for peer, link in self._links.items() if not _sent(link, message)]
         if dead:
             raise gone(dead[0])
 
-    def _receive(self, rank: int, deadline: float) -> bytes:
-        """Return the next message of a rank, or raise TimeoutError or PeerLost."""
-        if not self._pollers[rank].poll(max(0.0, deadline - time.monotonic()) * 1000):
+    def _receive(self, rank: int, began: float, until: float) -> bytes:
+        """Return the next message of a rank, or raise TimeoutError or PeerLost. ``began``: for how long it
+        has been waited for.
+        """
+        if not self._pollers[rank].poll(max(0.0, until - time.monotonic()) * 1000):
             raise TimeoutError
         try:
             return self._links[rank].recv_bytes()
@@ -87,7 +191,11 @@ class SocketControl(Control):
             raise gone(rank) from error
 
     def _keep(self, rank: int, topic: Topic, frame: bytes) -> None:
-        self._inbox.setdefault((rank, topic), deque()).append(frame)
+        if topic == GIVEN_UP:
+            self._on_given_up(rank, frame)
+        elif rank not in self._behind:
+            self._heard[rank] += 1
+            self._inbox.setdefault((rank, topic), deque()).append(frame)
 
 
 def this_host() -> str:

@@ -6,13 +6,17 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 from paceline.comm import Comm, GroupComm
 from paceline.control.base import Control, SoloControl
+from paceline.control.files import exchange_files
 from paceline.control.group import GroupControl
 from paceline.control.mailbox import MailboxControl, mailboxes_work_here
 from paceline.control.sockets import SETUP_SECONDS, SocketControl, answer, call, listen, this_host
+from paceline.reporter import Desk, reporter
+from paceline.reports import Page, SharedReports
 
 # One control per group and process, shared by all replicas on it: two replicas whose backwards run in
 # different orders on two ranks then meet in the same inbox instead of waiting for each other on separate
@@ -24,12 +28,16 @@ _wiring = threading.Lock()
 def control_over(comm: Comm) -> Control:
     """Return the control plane that goes with a comm. The first call for a group is a collective."""
     if not isinstance(comm, GroupComm):
-        return SoloControl()
+        own: Control | None = comm.own_control()
+        return own or SoloControl()
     with _wiring:
         control = _controls.get(comm.group)
         if control is None:
             control = _controls[comm.group] = _wire(comm)
             control.label = comm.group.group_name.encode()
+            if control.desk is not None:
+                reporter.add(control.desk)
+    comm.patience.desk = control.desk
     return control
 
 
@@ -55,4 +63,7 @@ def _wire(comm: GroupComm) -> Control:
         deadline = time.monotonic() + SETUP_SECONDS
         while len(links) < comm.size - 1:
             links.update(answer(listener, key, deadline))
-    return (MailboxControl if mailboxes_work_here() else SocketControl)(comm.rank, links)
+    control = (MailboxControl if mailboxes_work_here() else SocketControl)(comm.rank, links)
+    pages = exchange_files(links, "paceline-reports", partial(Page, size=comm.size))
+    control.desk = Desk(SharedReports(*pages))
+    return control

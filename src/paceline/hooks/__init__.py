@@ -7,6 +7,7 @@ contents. It is called in plan order on every rank, and must start the same coll
 from paceline.hooks.average import average, noop, total
 from paceline.hooks.averaging import average_parameters
 from paceline.hooks.bucket import GradBucket, Hook, StatefulHook, is_sure, may_join, name_of, surely, way_of
+from paceline.hooks.fixed_order import InOrder
 from paceline.hooks.in_dtype import in_dtype
 from paceline.hooks.local_sgd import local_sgd
 from paceline.hooks.powersgd import powersgd
@@ -18,6 +19,7 @@ __all__ = [
     "FromTorch",
     "GradBucket",
     "Hook",
+    "InOrder",
     "Staged",
     "Stages",
     "StatefulHook",

@@ -37,6 +37,9 @@ class Staged(Pending):
                 return False
         return True
 
+    def is_done(self) -> bool:
+        return self._result is not None or self._current.is_done()
+
     def wait(self) -> torch.Tensor:
         while self.advance():
             pass

@@ -22,7 +22,9 @@ from paceline.launch.device import choose_backend, choose_device
 from paceline.launch.job import loopback_variables
 from paceline.launch.place import Place, find_local_rank, find_place
 from paceline.launch.store import meet, open_store, wait_for_all
+from paceline.places import here
 from paceline.quiet import wait_for_workers
+from paceline.replication import say_goodbye
 from paceline.torch_private import backend_of
 
 MEETING_SECONDS = 300.0  # how long ranks wait for each other at the start, unless told otherwise
@@ -46,6 +48,7 @@ class World:
     def close(self) -> None:
         """Leave the world: close the process group that world() made. Again is fine, and does nothing."""
         if self._membership is not None:
+            say_goodbye()
             self._membership.end(politely=True)
 
     def __enter__(self) -> Self:
@@ -57,6 +60,7 @@ class World:
     ) -> None:
         """Close; after an exception, without waiting for anybody."""
         if self._membership is not None:
+            say_goodbye(error)
             self._membership.end(politely=kind is None)
 
 
@@ -67,10 +71,13 @@ def world(
 
     Reads what `paceline run`, torchrun or Slurm have set; under plain python it is a world of one, without a
     process group. An existing default process group is adopted, and left open by close(). ``timeout`` is in
-    seconds, for the meeting at the start and for every collective after it.
+    seconds, for the meeting at the start and for every collective after it. Inside rehearse() it is the
+    world of the rehearsal, on the CPU.
     """
     if timeout is not None and timeout <= 0:
         raise ValueError(f"world() needs a timeout above 0 seconds, got {timeout!r}")
+    if (rehearsed := here().comm) is not None:
+        return World(rehearsed.rank, rehearsed.size, rehearsed.rank, torch.device(device or "cpu"), "threads")
     if dist.is_initialized():
         return _adopt(device)
     place = find_place(os.environ)

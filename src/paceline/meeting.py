@@ -1,0 +1,203 @@
+"""What the ranks tell each other around one backward: before its first bucket, and after its last."""
+
+from collections.abc import Sequence
+
+from paceline.errors import RanksDisagree, name_ranks, name_some
+from paceline.frames import Closing, Kind, Opening, Round
+from paceline.plan import Plan
+from paceline.recorder import StepRecord
+from paceline.riders import Rider
+from paceline.tally import Tally, exhausted, peer_failed
+from paceline.weights import Share, share_of
+from paceline.wiring import Wiring
+
+
+class Meeting:
+    """The frames of one backward, seen from one rank.
+
+    After ``agree()`` the ranks know each other's openings: ``step`` is the highest that any of them is at,
+    ``active`` are the ranks that still have batches, and ``share`` says how this rank's gradients count. What
+    ``agree()`` raises is raised on every rank, except that a rank is lost.
+    """
+
+    def __init__(self, wiring: Wiring, plan: Plan, record: StepRecord) -> None:
+        self._wiring = wiring
+        self._plan = plan
+        self._record = record
+        self._unit: float | None = None
+        self.step = record.step
+        self.active: Sequence[int] = range(wiring.comm.size)
+        self.share = Share(counted=self.active)
+        self.is_settled = False  # nothing more is said: every rank knows why
+        self._epoch = wiring.control.epoch
+
+    # ---- before the first bucket -----------------------------------------------------------------
+
+    def open(self, opening: Opening, unit: float | None = None) -> None:
+        """Tell the others that a backward starts here, or that it cannot. Does not wait for them."""
+        self._unit = unit
+        self._wiring.control.post(self._wiring.topic(b"opening"), opening.pack())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has opened."""
+        return self._wiring.control.ready(self._wiring.topic(b"opening"))
+
+    def agree(self, seconds: float | None = None) -> None:
+        """Wait for everybody's opening. Nothing is added up unless all are at the same step with the same
+        plan.
+        """
+        since = self._record.waits()
+        openings = [Opening.unpack(frame) for frame in self._collect(b"opening", seconds)]
+        self._record.has_waited(since)
+        self.step = max(opening.step for opening in openings)
+        try:
+            self._compare(openings)
+        except Exception:
+            self.is_settled = True
+            raise
+
+    def _compare(self, openings: Sequence[Opening]) -> None:
+        failed = {rank: opening.failure for rank, opening in enumerate(openings) if opening.failure}
+        if failed:
+            raise peer_failed(self.step, failed, openings[min(failed)].where)
+        self._refuse_end(openings)
+        self._refuse_change(openings)
+        if len({(opening.step, opening.digest, opening.terms) for opening in openings}) > 1:
+            raise self._disagreement(openings)
+        self._refuse_other_weights(openings)
+        joining, everyone = self._wiring.joining, range(self._wiring.comm.size)
+        self.active = [rank for rank, opening in enumerate(openings) if opening.kind is not Kind.JOINED]
+        if joining is not None and joining.early == "stop" and 0 < len(self.active) < len(everyone):
+            raise exhausted([rank for rank in everyone if rank not in self.active])
+        by_all = joining is not None and joining.divide_by == "initial"
+        self.share = share_of(self._wiring.comm.rank, openings, self._unit, divide_by_all=by_all)
+        present = [rank for rank, opening in enumerate(openings) if opening.kind is Kind.BACKWARD]
+        for rider, told in self._riders([opening.told for opening in openings]):
+            rider.opened(self.step, told, present)
+
+    def _riders(self, told: Sequence[Sequence[bytes]]) -> Sequence[tuple[Rider, Sequence[bytes]]]:
+        """Return each rider with what every rank had it say."""
+        return [
+            (rider, [parts[place] if parts else b"" for parts in told])
+            for place, rider in enumerate(self._wiring.riders)
+        ]
+
+    def _refuse_end(self, openings: Sequence[Opening]) -> None:
+        """Refuse to go on without ranks that have ended their loop."""
+        left = {rank: opening.step for rank, opening in enumerate(openings) if opening.kind is Kind.LEFT}
+        if left:
+            where = ", ".join(f"rank {rank} ended after {step}" for rank, step in left.items())
+            raise RanksDisagree(
+                f"step {self.step}: the ranks run different numbers of reduced backwards: {where}. Give "
+                "every rank the same number of batches, or train inside join(). The gradients were dropped "
+                "on every rank."
+            )
+
+    def _refuse_change(self, openings: Sequence[Opening]) -> None:
+        changed = [rank for rank, opening in enumerate(openings) if opening.kind is Kind.CHANGED]
+        if 0 < len(changed) < len(openings):
+            raise RanksDisagree(
+                f"step {self.step}: the module has got other parameters on {name_ranks(changed)} only: "
+                f"{self._odd_lines()}. Change it at the same point on every rank. The gradients were dropped "
+                "on every rank."
+            )
+
+    def _refuse_other_weights(self, openings: Sequence[Opening]) -> None:
+        """Refuse gradients of ranks that have made different numbers of optimizer steps."""
+        here = {r: o.stepped for r, o in enumerate(openings) if o.kind is not Kind.JOINED}
+        if self._wiring.joining is None and len(set(here.values())) > 1:
+            where = ", ".join(f"rank {rank} has made {count}" for rank, count in here.items())
+            raise RanksDisagree(
+                f"step {self.step}: the ranks have made different numbers of optimizer steps, so their "
+                f"weights differ: {where}. Step on every rank after each reduced backward, also after "
+                "skip(). The gradients were dropped on every rank."
+            )
+
+    def _disagreement(self, openings: Sequence[Opening]) -> RanksDisagree:
+        steps = [opening.step for opening in openings]
+        if len(set(steps)) > 1:
+            where = ", ".join(f"rank {rank} is at step {step}" for rank, step in enumerate(steps))
+            return RanksDisagree(
+                f"the ranks are not at the same step: {where}. A rank has run a backward more or less than "
+                "the others; make every rank run the same number of backwards. The gradients were dropped "
+                "on every rank."
+            )
+        return RanksDisagree(
+            f"step {self.step}: the ranks would send different buckets. Only some ranks have: "
+            f"{self._odd_lines()}. Give every rank the same parameters, frozen and trainable alike, the same "
+            "bucket sizes and the same hook. The gradients were dropped on every rank."
+        )
+
+    def _odd_lines(self) -> str:
+        """Name what only some ranks have: parameters, else their places in the buckets and the settings."""
+        specs = [self._plan.specs[index] for index in self._plan.members]
+        parameters = "\n".join(f"{spec.name} {spec.shape}" for spec in specs)
+        places = "\n".join([*self._plan.lines(), *self._wiring.terms])
+        frames = [frame.decode() for frame in self.exchange(b"plan", f"{parameters}\0{places}".encode())]
+        for sides in zip(*(frame.split("\0") for frame in frames), strict=True):
+            if odd := _odd([side.split("\n") for side in sides]):
+                return name_some(odd)
+        return "another order of the same parameters"
+
+    # ---- after the last bucket -------------------------------------------------------------------
+
+    def close(self, closing: Closing, seconds: float | None = None) -> Tally:
+        """Tell the others what was used here, or what went wrong, and hear the same of them."""
+        frames = self.exchange(b"closing", closing.pack(), seconds)
+        return Tally([Closing.unpack(frame) for frame in frames], self._plan, self.step, self.share.counted)
+
+    def asks_to_drop(self, tally: Tally) -> bool:
+        """Let the riders judge; tell whether one wants the step to be dropped. Raises on every rank alike."""
+        told = self._riders([closing.told for closing in tally.closings])
+        wishes = [rider.closed(self.step, parts) for rider, parts in told]
+        return any(wishes)
+
+    def confirm(self, told: Round) -> list[Round]:
+        """Tell the others how a round of a hook's collectives went, and hear the same of them."""
+        return [Round.unpack(frame) for frame in self.exchange(b"round", told.pack())]
+
+    def exchange(self, kind: bytes, frame: bytes, seconds: float | None = None) -> list[bytes]:
+        """Tell every rank something, and hear what every rank tells."""
+        self._wiring.control.post(self._wiring.topic(kind), frame)
+        return self._collect(kind, seconds)
+
+    def _collect(self, kind: bytes, seconds: float | None = None) -> list[bytes]:
+        control, topic = self._wiring.control, self._wiring.topic(kind)
+        try:
+            return control.collect(topic, seconds or self._wiring.comm.seconds, self)
+        except RanksDisagree:
+            self.is_settled = True
+            raise
+
+    # ---- what is said of a wait ------------------------------------------------------------------
+
+    @property
+    def is_void(self) -> bool:
+        """Whether all ranks have dropped every exchange that was under way, this one's included."""
+        return self._epoch != self._wiring.control.epoch
+
+    @property
+    def stall_seconds(self) -> float:
+        """See Waiter."""
+        return self._wiring.comm.stall_seconds
+
+    def waits_for(self, topic: bytes) -> str:
+        """See Waiter."""
+        kind, buckets, sent = topic.rpartition(b".")[2].decode(), self._plan.buckets, self._record.buckets
+        where = f"in step {self.step} of {self._wiring.title}"
+        if kind == "opening" and sent < len(buckets):
+            names = [self._plan.specs[slot.parameter].name for slot in buckets[sent].slots]
+            return f"{where} for bucket {sent + 1} of {len(buckets)} ({name_some(names)})"
+        if kind == "closing":
+            return f"{where} for the end of backward, with {sent} of {len(buckets)} buckets sent"
+        return f"{where} for {kind or f'{len(buckets)} buckets that are on their way'}"
+
+
+def _odd(everyone: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines that only some ranks have, with these ranks."""
+    common = set(everyone[0]).intersection(*everyone[1:])
+    lines = dict.fromkeys(line for lines in everyone for line in lines if line not in common)
+    return [
+        f"{line} ({name_ranks([r for r, have in enumerate(everyone) if line in have])})" for line in lines
+    ]

@@ -1,0 +1,79 @@
+"""Where a thread works: in the process at large, or as one rank of a rehearsal.
+
+What the engine keeps for a whole process (who listens to backwards, who is guarded) it keeps by place, so
+that ranks that are threads of one process do not hear of each other.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Place:
+    """Somewhere that training runs. ``comm`` is what is reduced over there, if it is no process group."""
+
+    comm: Any = None
+
+    def has_come(self, listener: Any) -> None:
+        """Hear that something listens to the backwards of this place from now on."""
+
+    def has_gone(self, listener: Any) -> None:
+        """Hear that it does no more."""
+
+
+class _Here(threading.local):
+    place: Place = Place()  # the process's own, of every thread that is nowhere else
+
+
+_here = _Here()
+
+
+def here() -> Place:
+    """Return the place of this thread."""
+    return _here.place
+
+
+@contextlib.contextmanager
+def working_at(place: Place) -> Iterator[None]:
+    """Have this thread work at a place."""
+    before, _here.place = _here.place, place
+    try:
+        yield
+    finally:
+        _here.place = before
+
+
+class ByPlace(Generic[T]):
+    """A weak set for each place. An item belongs to the place of the thread that adds it."""
+
+    def __init__(self) -> None:
+        self._sets: weakref.WeakKeyDictionary[Place, weakref.WeakSet[T]] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()  # the collector of garbage may discard while its thread is in here
+
+    def add(self, item: T) -> None:
+        """Put an item into the set of this thread's place."""
+        with self._lock:
+            self._sets.setdefault(here(), weakref.WeakSet()).add(item)
+
+    def discard(self, item: T) -> Place | None:
+        """Take an item out, from whatever thread; return the place that it was at, if it was at any."""
+        with self._lock:
+            for place, items in list(self._sets.items()):
+                if item in items:
+                    items.discard(item)
+                    return place
+        return None
+
+    def here(self) -> list[T]:
+        """Return the items of this thread's place."""
+        with self._lock:
+            return list(self._sets.get(here(), ()))
+
+    def __bool__(self) -> bool:
+        """Tell whether there is an item at any place."""
+        with self._lock:
+            return any(len(items) for items in self._sets.values())
