@@ -146,7 +146,7 @@ def train(rank: int, case: Case, folder: str) -> None:
 def run(case: Case, seconds: float = 40.0) -> list[tuple[float, int, str]]:
     """Run a job; return when, after the fault, each other rank said what."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.data", "paceline.replication"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.data", "paceline.doors"])
     with tempfile.TemporaryDirectory() as folder:
         jobs = [context.Process(target=be, args=(rank, case, folder)) for rank in range(case.size)]
         for job in jobs:

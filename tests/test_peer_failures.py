@@ -145,7 +145,7 @@ def test_a_rank_that_ends_early_is_named_with_its_steps(rank: int) -> None:
         else:
             loss_of(model, share(batch())).backward()
     if rank:
-        from paceline.replication import say_goodbye
+        from paceline.farewell import say_goodbye
 
         say_goodbye()
     dist.barrier()

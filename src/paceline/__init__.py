@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.doors import accumulate as accumulate
+    from paceline.doors import audit as audit
+    from paceline.doors import batch as batch
+    from paceline.doors import busy as busy
+    from paceline.doors import no_sync as no_sync
+    from paceline.doors import replicate as replicate
+    from paceline.doors import skip as skip
+    from paceline.doors import weight as weight
     from paceline.errors import CommunicationFault as CommunicationFault
     from paceline.errors import InputsExhausted as InputsExhausted
     from paceline.errors import LaunchError as LaunchError
@@ -27,20 +35,13 @@ if TYPE_CHECKING:
     from paceline.precision import Precision as Precision
     from paceline.rehearsal import rehearse as rehearse
     from paceline.replication import Replica as Replica
-    from paceline.replication import accumulate as accumulate
-    from paceline.replication import audit as audit
-    from paceline.replication import batch as batch
-    from paceline.replication import busy as busy
-    from paceline.replication import no_sync as no_sync
     from paceline.replication import replica as replica
-    from paceline.replication import replicate as replicate
-    from paceline.replication import skip as skip
-    from paceline.replication import weight as weight
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "paceline.ddp": ["DistributedDataParallel"],
+    "paceline.doors": ["accumulate", "audit", "batch", "busy", "no_sync", "replicate", "skip", "weight"],
     "paceline.errors": [
         "CommunicationFault",
         "InputsExhausted",
@@ -59,18 +60,7 @@ _HOMES = {
     "paceline.launch.world": ["World", "world"],
     "paceline.precision": ["Precision"],
     "paceline.rehearsal": ["rehearse"],
-    "paceline.replication": [
-        "Replica",
-        "accumulate",
-        "audit",
-        "batch",
-        "busy",
-        "no_sync",
-        "replica",
-        "replicate",
-        "skip",
-        "weight",
-    ],
+    "paceline.replication": ["Replica", "replica"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

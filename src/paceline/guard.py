@@ -11,8 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import UnsyncedGradients, name_some
+from paceline.local import has_anything
 from paceline.places import ByPlace
-from paceline.reducer import Reducer, has_anything
+from paceline.reducer import Reducer
 
 Suspects = Mapping[str, torch.Tensor]
 

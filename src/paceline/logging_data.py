@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from paceline.facts import backend_name
 from paceline.plan import Plan
 from paceline.recorder import StepRecord
-from paceline.replication import Replica, backend_name
+from paceline.replication import Replica
 from paceline.stats import Seconds, Times
 
 Data = dict[str, str | int]

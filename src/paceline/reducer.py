@@ -8,8 +8,7 @@ surrounds backward().
 import contextlib
 import dataclasses
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ from paceline.errors import (
 )
 from paceline.frames import Kind
 from paceline.hooks import Hook, StatefulHook, name_of, way_of
-from paceline.plan import Caps, Plan, Spec, Wishes, plan_buckets
+from paceline.local import LocalGradients
+from paceline.plan import Caps, Plan, Wishes
+from paceline.planner import Planner
 from paceline.recorder import Recorder, is_counted
 from paceline.remote import Context
 from paceline.riders import Rider
@@ -58,23 +59,17 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named]
         self._wiring = wiring
         self.name = wiring.name
-        self._caps = caps
-        self._wishes = self._first_wishes = wishes or Wishes()
         self.step = 0  # reduced backwards that were started, failed ones included
         self.sync = True  # no_sync() switches it off
         self.look_again: Look = _do_nothing  # at the module, before a reduced backward
-        # What the gradients stand for that were not reduced yet. In a fixed order all ranks use one unit.
-        self.ledger = Ledger(1.0 if wiring.deterministic else None)
         self.stepped = 0  # optimizer steps of these parameters
         self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._versions_then: list[int] = []  # of local gradients, when the last weighted backward had ended
-        self._aside: list[torch.Tensor | None] | None = None  # gradients from before a backward of weight 0
-        self._is_on_top = False  # the present backward adds to gradients that are agreed on
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
         self.context: Context | None = None  # of distributed autograd, if the next backward is its
         self._is_remote = False  # the present backward is one of distributed autograd
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
-        self._local: set[int] = set()  # parameters whose gradient only this rank has
+        # In a fixed order all ranks use one unit.
+        self._local = LocalGradients(self._parameters, Ledger(1.0 if wiring.deterministic else None))
         self._held: set[int] = set()  # parameters that autograd comes back to within one backward
         self._backward: SyncedBackward | LocalBackward | None = None
         self._handed_out: Layout | None = None  # what the present gradients lie in
@@ -84,16 +79,10 @@ class Reducer:
         self._peer_lost: PeerLost | None = None
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._closed = False  # the present backward has been closed here
-        self._plan_is_guess = True
-        self._plan_is_disputed = False
-        self._unused_last: frozenset[int] = frozenset()
-        self._missing_last: Mapping[int, Sequence[int]] | None = None  # by parameter, who did not use it
-        self._is_use_constant = True
-        self._misses: Counter[int] = Counter()
-        self._backwards_on_plan = 0
         self.recorder = Recorder(clocks_for(self._parameters))
+        self._planner = Planner(named, caps, wishes or Wishes(), wiring.hook, self.recorder)
+        self._caps = caps
         self._watch()
-        self._plan_from_scratch()
         engine_watch.add(self)
 
     # ---- the parameters --------------------------------------------------------------------------
@@ -123,68 +112,10 @@ class Reducer:
     def _before_gradient_of(self, index: int) -> Callable[[Any], None]:
         def before_gradient(_gradients: Any) -> None:
             """Make room for a gradient. Called by the autograd thread that is going to write it."""
-            if self._tree is not None and self._aside is None:
+            if self._tree is not None and self._local.counts:
                 self._tree.make_room(index)
 
         return before_gradient
-
-    def _specs(self) -> list[Spec]:
-        return [spec_of(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
-
-    def _trainable(self) -> list[int]:
-        return [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
-
-    def _set_plan(self, plan: Plan) -> None:
-        self.plan = plan
-        self.recorder.plans(plan.digest)
-        self._layout = Layout(plan, self._parameters)
-        planned = set(plan.members)
-        self._left_out = [p for index, p in enumerate(self._parameters) if index not in planned]
-        self._misses.clear()
-        self._backwards_on_plan = 0
-        self._note_plan()
-
-    def _note_plan(self) -> None:
-        """Let the hook know the order that it has to save."""
-        if isinstance(self._wiring.hook, StatefulHook) and not self._plan_is_guess:
-            self._wiring.hook.planned = tuple(self._names[index] for index in self.plan.basis)
-
-    def _plan_from_scratch(self) -> None:
-        """Plan as at the start: what every rank can do alike, whatever came before."""
-        self._plan_is_guess = True
-        self._set_plan(self._plan_for(self._trainable()[::-1]))
-        self._plan_is_disputed = False
-        self._unused_last = frozenset()
-
-    def _plan_for(self, order: Sequence[int]) -> Plan:
-        return plan_buckets(self._specs(), self._caps, order=order, wishes=self._wishes)
-
-    def _notice_changes(self) -> None:
-        """Plan anew if parameters were frozen or unfrozen; every rank does so at the same backward."""
-        if self._plan_is_disputed:
-            self._plan_from_scratch()
-            return
-        self._take_saved_plan()
-        frozen = any(not self._parameters[index].requires_grad for index in self._unused_last)
-        if not frozen and not any(parameter.requires_grad for parameter in self._left_out):
-            return
-        trainable = self._trainable()
-        kept = [index for index in self.plan.members if index in set(trainable)]
-        new = [index for index in reversed(trainable) if index not in set(kept)]
-        self._set_plan(self._plan_for([*kept, *new]))
-        self._plan_is_guess = True
-
-    def _take_saved_plan(self) -> None:
-        """Go on with the plan of a saved run, where a hook's memory depends on it."""
-        hook = self._wiring.hook
-        if not isinstance(hook, StatefulHook) or hook.plan_to_take is None:
-            return
-        places = {name: index for index, name in enumerate(self._names)}
-        order = [places[name] for name in hook.plan_to_take if name in places]
-        hook.plan_to_take = None
-        if sorted(order) == sorted(self.plan.members):
-            self._plan_is_guess = False
-            self._set_plan(self._plan_for(order))
 
     def rewatch(self, named: Sequence[Named], wishes: Wishes) -> list[torch.nn.Parameter]:
         """Watch other parameters from now on, which every rank has to do at the same point.
@@ -192,7 +123,7 @@ class Reducer:
         Returns those that were not watched before; what the ranks hold of them is not agreed on yet. If a
         rank has failed, or has not changed, nothing is changed here.
         """
-        before, wishes_before = list(self.named()), self._first_wishes
+        before, wishes_before = list(self.named()), self._planner.first_wishes
         self._watch_others(named, wishes)
         try:
             self._agree_on_change()
@@ -203,22 +134,16 @@ class Reducer:
         return [parameter for parameter in self._parameters if id(parameter) not in known]
 
     def _watch_others(self, named: Sequence[Named], wishes: Wishes) -> None:
-        before = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        kept = {index for index in self._local if self._parameters[index].grad is not None}
         for handle in self._handles:
             handle.remove()
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        # A new one may have got a gradient already, in no_sync().
-        new = {i for i, p in enumerate(self._parameters) if id(p) not in before and p.grad is not None}
-        self._local = {i for i, p in enumerate(self._parameters) if before.get(id(p), -1) in kept} | new
+        self._local.move_to(self._parameters)
         self._held.clear()
         self._optimizers.clear()
-        self._wishes = self._first_wishes = wishes
-        self._missing_last = None
         self._watch()
         bind(self._wiring.hook, named, self._wiring.comm)
-        self._plan_from_scratch()
+        self._planner = Planner(named, self._caps, wishes, self._wiring.hook, self.recorder)
 
     def _agree_on_change(self) -> None:
         try:
@@ -246,7 +171,7 @@ class Reducer:
         self._is_remote = self.context is not None or (
             self._parameters[first].grad is None and agent_is_set()
         )
-        self._note_weight()
+        self._local.note_backward(is_reduced=self.wants_sync)
         for rider in self._wiring.riders:
             rider.begins()
         if self.wants_sync:
@@ -254,7 +179,9 @@ class Reducer:
                 hold = self._is_remote or self._is_learning
                 backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
         else:
-            backward = self._backward = LocalBackward(self._local, self._tree, counts=self._aside is None)
+            backward = self._backward = LocalBackward(
+                self._local.indices, self._tree, counts=self._local.counts
+            )
             self.recorder.counts_local()
         self._arm()
         if engine_watch.nested():
@@ -275,22 +202,22 @@ class Reducer:
             failure = (
                 f"this rank failed while gradients were handed out, so its weights are behind: {self._broken}"
             )
-        self._notice_changes()
-        self._forget_cleared()
+        self._planner.notice_changes()
+        self._local.forget_cleared()
         record = self.recorder.start(
             self.step, in_backward=engine_watch.inside(), is_counted=is_counted(self._wiring.hook)
         )
-        local = self._local if self.context is None else set()
-        backward = SyncedBackward(self._wiring, self._layout, record, local, self._held, self._tree)
+        local = self._local.indices if self.context is None else set()
+        backward = SyncedBackward(self._wiring, self._planner.layout, record, local, self._held, self._tree)
         self._backward = backward
         with self._noting_lost_peers():
             backward.open(
                 kind,
-                self.ledger,
+                self._local.ledger,
                 stepped=self.stepped if self._steps_alike else 0,
                 in_graph=in_graph,
                 hold=hold,
-                set_back=None if self._aside is None else self._set_back,
+                set_back=None if self._local.counts else self._local.set_back,
                 failure=failure,
                 where=where,
             )
@@ -301,15 +228,10 @@ class Reducer:
         """Whether all ranks make the same optimizer steps, seen from outside of backward."""
         return self._wiring.consumer is None and way_of(self._wiring.hook) != "own"
 
-    def _forget_cleared(self) -> None:
-        """Notice gradients that were dropped by zero_grad() before they were reduced."""
-        if self._aside is None:
-            self._local -= {index for index in self._local if self._parameters[index].grad is None}
-
     @property
     def _is_learning(self) -> bool:
         """Whether nothing may be sent early, because it is not known yet what autograd comes back to."""
-        return self._tree is not None and self._plan_is_guess
+        return self._tree is not None and self._planner.is_guess
 
     @property
     def wants_sync(self) -> bool:
@@ -371,7 +293,7 @@ class Reducer:
 
     def _finish(self, backward: SyncedBackward) -> None:
         with self._noting_lost_peers():
-            outcome = backward.finish(learn=self._plan_is_guess)
+            outcome = backward.finish(learn=self._planner.is_guess)
         if self.context is not None:
             self._check_contexts(outcome, backward)
         self.step = backward.step + 1
@@ -379,13 +301,11 @@ class Reducer:
         self.recorder.skipped += backward.is_dropped
         self.last_active = backward.active
         if self.context is None:
-            if self._local:
-                self._local.difference_update(self.plan.members)
-            self.ledger.clear()
+            self._local.are_agreed(self.plan.members)
         if self._tree is not None:
             self._tree.clear() if backward.is_dropped else self._tree.finish(self.plan.members)
-        self._handed_out = self._layout
-        self._learn_from(outcome)
+        self._handed_out = self._planner.layout
+        self._planner.learn_from(outcome)
 
     def _check_contexts(self, outcome: Outcome, backward: SyncedBackward) -> None:
         """Refuse gradients that some contexts of distributed autograd have no place for, on every rank."""
@@ -405,8 +325,8 @@ class Reducer:
     def reduce_now(self) -> None:
         """Reduce what is there without a backward. At this point every rank does so, or runs a backward."""
         self.look_again(None)
-        self._forget_cleared()
-        self._reduce_as(Kind.BACKWARD if self._local else Kind.EMPTY)
+        self._local.forget_cleared()
+        self._reduce_as(Kind.BACKWARD if self._local.indices else Kind.EMPTY)
 
     def skip(self) -> None:
         """Leave this rank's batch out: the others' gradients are reduced without it."""
@@ -416,12 +336,12 @@ class Reducer:
         self._micro_batches = max(0, self._micro_batches - 1)
         if is_reduced:
             self.look_again(None)
-        self._forget_cleared()
+        self._local.forget_cleared()
         for rider in self._wiring.riders:
             rider.enters()
             rider.begins()
         if is_reduced:
-            self._reduce_as(Kind.BACKWARD if self._local else Kind.SKIPPED)
+            self._reduce_as(Kind.BACKWARD if self._local.indices else Kind.SKIPPED)
         elif self._tree is not None:
             self._tree.push()  # an empty leaf: the others keep their places
 
@@ -452,67 +372,15 @@ class Reducer:
         self._backward = None
         return backward.active
 
-    # ---- weights ---------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def weight(self, weight: float) -> Iterator[None]:
         """Let the gradients of the backwards inside stand for this many samples."""
-        before, self.ledger.now = self.ledger.now, weight
+        ledger = self._local.ledger
+        before, ledger.now = ledger.now, weight
         try:
             yield
         finally:
-            self.ledger.now = before
-
-    def _note_weight(self) -> None:
-        """Add the present backward's weight to what is going to be reduced."""
-        if not self._local:
-            self.ledger.clear()
-        is_alone = self.ledger.total is None and self.wants_sync
-        if engine_watch.factor not in (None, self.ledger.scale):
-            raise ValueError(
-                "weight(): one backward reaches several models, whose gradients would have to be multiplied "
-                "by different numbers. Run one backward for each model, inside its own weight()"
-            )
-        self.ledger.add()
-        if self._is_on_top and self.ledger.now and not is_alone:
-            raise ValueError(
-                "weight(): several backwards are to be reduced together, on top of gradients that are "
-                "reduced already. Call zero_grad() before the first of them"
-            )
-
-    def _prepare_weight(self) -> None:
-        """Get ready for a backward inside weight()."""
-        self._forget_cleared()
-        self._forget_zeroed()
-        gradients = [parameter.grad for parameter in self._parameters]
-        there = [g for i, g in enumerate(gradients) if g is not None and i not in self._local]
-        if not self._local:
-            self.ledger.clear()
-        is_alone = not self._local and self.wants_sync
-        self._is_on_top = not is_alone and has_anything(there)
-        if self.ledger.now == 0:
-            self._aside = gradients
-            for parameter in self._parameters:
-                parameter.grad = None
-
-    def _forget_zeroed(self) -> None:
-        """Notice zero_grad(set_to_none=False): what stood for something is gone."""
-        gradients = [self._parameters[index].grad for index in self._local]
-        if self._local and self._versions() != self._versions_then and not has_anything(gradients):
-            self._local.clear()
-
-    def _versions(self) -> list[int]:
-        """Tell how often the gradients that only this rank has were written in place."""
-        return [
-            g._version for index in sorted(self._local) if (g := self._parameters[index].grad) is not None
-        ]
-
-    def _set_back(self) -> None:
-        """Undo what a backward of weight 0 has done to the gradients, whatever it was."""
-        if self._aside is not None:
-            for parameter, gradient in zip(self._parameters, self._aside, strict=True):
-                parameter.grad = gradient
-            self._aside = None
+            ledger.now = before
 
     # ---- distributed autograd --------------------------------------------------------------------
 
@@ -545,19 +413,18 @@ class Reducer:
             rider.enters()
         if self.wants_sync:
             self.look_again(leaves)
-        if self.ledger.now is None:
+        if self._local.ledger.now is None:
             return 1.0
-        self._prepare_weight()
-        return self.ledger.scale
+        self._local.prepare(is_reduced=self.wants_sync)
+        return self._local.ledger.scale
 
     def on_backward_left(self) -> None:
         """See BackwardListener."""
-        if self.ledger.now is not None:
-            if self._tree is not None and self._aside is not None:
-                self._set_back()
+        if self._local.ledger.now is not None:
+            if self._tree is not None and not self._local.counts:
+                self._local.set_back()
                 self._tree.push()  # an empty leaf: the others keep their places
-            self._set_back()
-            self._versions_then = self._versions()
+            self._local.end()
 
     def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener: open, as failed, what was going to be opened."""
@@ -621,7 +488,7 @@ class Reducer:
             self._broken = failure
         _told_by(error).add(self.name)
         self._drop_gradients()
-        self._plan_is_disputed |= isinstance(error, RanksDisagree) and not error.is_known
+        self._planner.is_disputed |= isinstance(error, RanksDisagree) and not error.is_known
 
     def _tell(self, backward: SyncedBackward, failure: str) -> None:
         with self._noting_lost_peers():
@@ -632,11 +499,7 @@ class Reducer:
 
     def _drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
-        for index in self.plan.members:
-            self._parameters[index].grad = None
-        self._local.difference_update(self.plan.members)
-        self.ledger.clear()
-        self._aside = None
+        self._local.drop(self.plan.members)
         if self._tree is not None:
             self._tree.clear()
         for rider in self._wiring.riders:
@@ -651,29 +514,6 @@ class Reducer:
         except PeerLost as lost:
             self._peer_lost = lost
             raise
-
-    # ---- the plan gets better --------------------------------------------------------------------
-
-    def _learn_from(self, outcome: Outcome) -> None:
-        """Re-plan from what all ranks know, so that all come to the same plan."""
-        self._is_use_constant &= self._missing_last in (None, outcome.missing)
-        self._missing_last = outcome.missing
-        self._unused_last = outcome.missing_everywhere
-        if outcome.sparse:
-            self._wishes = dataclasses.replace(self._wishes, sparse=self._wishes.sparse | outcome.sparse)
-            self._set_plan(self.plan.with_sparse(outcome.sparse))
-            return
-        if self._plan_is_guess and outcome.arrival:
-            self._plan_is_guess = False
-            self._set_plan(self.plan.reordered(outcome.arrival))
-            return
-        self._misses.update(outcome.missing.keys())
-        self._backwards_on_plan += 1
-        count = self._backwards_on_plan
-        if self._misses and count >= 8 and count & (count - 1) == 0:
-            better = self.plan.with_late({index: n / count for index, n in self._misses.items()})
-            if better.digest != self.plan.digest:
-                self._set_plan(better)
 
     # ---- what others ask -------------------------------------------------------------------------
 
@@ -795,6 +635,11 @@ class Reducer:
             raise
 
     @property
+    def plan(self) -> Plan:
+        """The buckets that gradients travel in."""
+        return self._planner.plan
+
+    @property
     def hook(self) -> Hook:
         """What is done with a bucket on its way."""
         return self._wiring.hook
@@ -807,7 +652,7 @@ class Reducer:
         if isinstance(old, StatefulHook) and old is not hook:
             old.settle()
             old.unbind()
-        self._note_plan()
+        self._planner.set_hook(hook)
 
     def set_consumer(self, consumer: Consumer | None) -> None:
         """Have an optimizer step inside backward, from the next backward on."""
@@ -826,30 +671,28 @@ class Reducer:
         bind(wiring.hook, list(zip(self._names, self._parameters, strict=True)), wiring.comm)
         self._wiring, self.name, self.step, self._peer_lost = wiring, wiring.name, step, None
         self.stepped = 0
-        self._broken, self._missing_last, self._wishes = "", None, self._first_wishes
+        self._broken = ""
         # What the old ranks agreed on, the new ones have not.
         if self._tree is not None:
             self._tree.clear()
-        self._local.update(i for i in self.plan.members if self._parameters[i].grad is not None)
-        self._plan_from_scratch()
+        self._local.indices.update(i for i in self.plan.members if self._parameters[i].grad is not None)
+        self._planner.set_hook(wiring.hook)
+        self._planner.start_anew()
 
     def uses(self) -> list[int]:
         """Count, for each parameter that has a gradient to travel, the ranks that used it last time."""
-        everyone = self._wiring.comm.size
-        return [
-            everyone - len((self._missing_last or {}).get(index, ())) for index in sorted(self.plan.members)
-        ]
+        return self._planner.uses(self._wiring.comm.size)
 
     @property
     def is_use_constant(self) -> bool:
         """Whether all backwards so far have left out the same parameters."""
-        return self._is_use_constant
+        return self._planner.is_use_constant
 
     def stats(self) -> Stats:
         """Return the figures of the last step, and means over the steps that were timed."""
         last = self.recorder.last
         active = set() if last is None else set(last.active)
-        missing = {i: active.intersection(ranks) for i, ranks in (self._missing_last or {}).items()}
+        missing = {i: active.intersection(ranks) for i, ranks in (self._planner.missing or {}).items()}
         return self.recorder.stats(
             rank=self._wiring.comm.rank,
             size=self._wiring.comm.size,
@@ -864,7 +707,7 @@ class Reducer:
     @property
     def is_plan_learned(self) -> bool:
         """Whether the plan follows the order in which gradients were seen to arrive."""
-        return not self._plan_is_guess
+        return not self._planner.is_guess
 
     def check_idle(self) -> None:
         """Raise if a backward is still running."""
@@ -918,7 +761,7 @@ class Reducer:
     @property
     def all_agreed(self) -> bool:
         """Whether no gradient is local to this rank."""
-        return self._backward is None and not self._local and not engine_watch.inside()
+        return self._backward is None and not self._local.indices and not engine_watch.inside()
 
     def why_unsynced(self) -> str:
         """Say where unsynced gradients come from, and what helps."""
@@ -935,7 +778,7 @@ class Reducer:
 
     def unsynced(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters whose gradients only this rank has."""
-        suspects: Iterable[int] = sorted(self._local)
+        suspects: Iterable[int] = sorted(self._local.indices)
         if self._is_running():
             settled = self._backward.settled if isinstance(self._backward, SyncedBackward) else ()
             suspects = (index for index in self.plan.members if index not in settled)
@@ -978,36 +821,7 @@ def bind(hook: Hook, named: Sequence[Named], comm: Comm) -> None:
         hook.bind(named, comm)
 
 
-def has_anything(gradients: Iterable[torch.Tensor | None]) -> bool:
-    """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike everywhere."""
-    return any(g is not None and bool(torch.count_nonzero(_values_of(g.detach()))) for g in gradients)
-
-
-def _values_of(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
-
-
 def _told_by(error: BaseException) -> set[bytes]:
     """Return the names of the replicas that have told the other ranks of an exception."""
     told: set[bytes] = error.__dict__.setdefault("_paceline_told", set())
     return told
-
-
-def spec_of(name: str, parameter: torch.Tensor) -> Spec:
-    """Describe a parameter to the plan, with the strides that its gradient is going to have."""
-    strides = parameter.stride()
-    if not _fills_its_memory(parameter):
-        strides = torch.empty(parameter.shape, device="meta").stride()
-    return Spec(name, tuple(parameter.shape), parameter.dtype, parameter.device, tuple(strides))
-
-
-def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements lie in one gapless block, each once, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -1,68 +1,58 @@
-"""``replicate()``: the engine attached to a module, in place.
+"""A replica: the engine attached to a module, in place.
 
 The module keeps its class, its keys and its forward: it is the parameters that are watched, so every way of
 computing with them is covered. Nothing of ours is stored in the module, so copies and pickles of it are
 plain.
 """
 
-import atexit
-import contextlib
 import dataclasses
 import functools
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from paceline import auditing, finite
 from paceline.activity import trainer
-from paceline.agreement import agree_to_start, or_refuse, traits_of
+from paceline.agreement import agree_to_start, traits_of
 from paceline.buffer_policies import Policy
 from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
-from paceline.comm import Comm, GroupComm, comm_over, group_of_mesh
+from paceline.comm import Comm, comm_over, group_of_mesh
 from paceline.control import Control, control_over
-from paceline.errors import name_some
-from paceline.explain import Facts, explain
+from paceline.explain import explain
+from paceline.facts import facts_of
+from paceline.farewell import rest_at_exit
 from paceline.fused_optim import Per, StepInBackward, norm_gate
 from paceline.guard import guard as the_guard
-from paceline.hooks import Hook, StatefulHook, average, name_of, way_of
+from paceline.hooks import Hook, name_of, way_of
 from paceline.loaders import SameBatch
 from paceline.module_hooks import around_forward, watch_forward
 from paceline.norms import clip_grad_norm, grad_norm
 from paceline.plan import Plan, plan_buckets
-from paceline.precision import LowPrecision, Precision
+from paceline.planner import spec_of
+from paceline.precision import LowPrecision
 from paceline.preflight import preflight
-from paceline.quiet import wait_for_workers
 from paceline.recorder import check_rate
-from paceline.reducer import Reducer, bind, spec_of
+from paceline.reducer import Reducer, bind
 from paceline.reporter import reporter
 from paceline.riders import Rider
 from paceline.settings import (
     Settings,
-    caps_of,
     check_beside_optimizer,
     check_deterministic,
     check_hook,
-    check_model,
-    check_names,
-    hook_for,
-    policies_from,
-    read_seconds,
-    read_timeout,
     reducing_in,
-    sparse_in,
     watched_in,
     wishes_for,
 )
+from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
-from paceline.torch_private import backend_of, engine_watch, module_watch, watch_loaders
-from paceline.waiting import STALL_SECONDS
+from paceline.torch_private import engine_watch, module_watch, watch_loaders
 from paceline.weights import read_weight
-from paceline.wiring import Consumer, Joining, Unused, Wiring
+from paceline.wiring import Consumer, Joining, Wiring
 
 EXIT_SECONDS = 2.0
 
@@ -87,11 +77,14 @@ class Replica:
         trainer.prepares()
         comm.set_patience(settings.timeout_seconds, settings.stall_seconds)
         if original is None:
-            _agree_and_take_state(module, comm, settings, replaces)
-            _rest_at_exit()
+            others = {key: other for key, other in _replicas.copy().items() if other is not replaces}
+            agree_and_take_state(module, comm, settings, others)
+            rest_at_exit()
+            module_watch.start()
+            watch_loaders()
         watched = watched_in(module, settings.left_out)
         if original is None:
-            _agree_on_hook(settings.hook, watched, comm)
+            agree_on_hook(settings.hook, watched, comm)
         else:
             bind(settings.hook, watched, comm)
         if replaces is not None:
@@ -574,7 +567,7 @@ class Replica:
 
     def explain(self) -> str:
         """Describe what is done here, and how, in a table to be printed."""
-        return explain(_facts(self))
+        return explain(facts_of(self))
 
     def parameters(self) -> Sequence[torch.Tensor]:
         """Return the parameters that are watched."""
@@ -595,86 +588,6 @@ def _progress() -> str:
 reporter.progress = _progress
 
 
-def replicate(
-    module: M,
-    *,
-    group: Any = None,
-    mesh: Any = None,
-    bucket_mb: float | Sequence[float] = 25,
-    first_bucket_mb: float | None = None,
-    unused: Unused = "allow",
-    buffers: Policy | Mapping[str, Policy] | None = None,
-    broadcast_buffers: bool | None = None,
-    guard: bool = True,
-    hook: Hook = average,
-    reduce: Literal["mean", "sum"] = "mean",
-    left_out: Collection[str] = (),
-    delayed: Collection[str] = (),
-    precision: Precision | None = None,
-    deterministic: bool = False,
-    check_finite: bool | finite.Mode = False,
-    loader_check: bool = True,
-    stall_seconds: float = STALL_SECONDS,
-    timeout_seconds: float | None = None,
-) -> M:
-    """Make every rank's copy of ``module`` train as one, and return the same module.
-
-    A collective: every rank of the group calls it with the same model. Parameters and buffers start as rank
-    0's.
-
-    ``group`` is a process group (default: all ranks; one process alone if there is no group), ``mesh`` a
-    one-dimensional device mesh in its place. Gradients travel in buckets of ``bucket_mb`` MiB, the first
-    one of ``first_bucket_mb`` (default 1) so that communication starts early; ``bucket_mb`` may also be a
-    list of sizes, the last one for all the rest. ``unused="error"`` raises in a backward that leaves a
-    trainable parameter without a gradient on some rank. ``buffers`` says when buffers are made equal, for all
-    or by patterns of their names (docs/buffers.md): by default rank 0's are taken after each reduced
-    backward; ``broadcast_buffers=False`` is short for ``buffers="start"``. ``guard=False`` takes away the
-    gate before ``optimizer.step()``. ``hook`` says what is done with a bucket on its way (see
-    paceline.hooks); ``reduce="sum"`` is for those who scale the loss themselves. ``left_out`` names
-    parameters and buffers that are each rank's own, ``delayed`` parameters that are reduced last, in one
-    bucket. ``precision`` has the module compute, and reduce, in other dtypes than its parameters'.
-    ``deterministic=True`` sums gradients in one order: the same bits across bucket sizes, steps and numbers
-    of ranks (docs/determinism.md). ``check_finite=True`` looks for NaN and Inf in each rank's gradients: all
-    ranks raise NotFinite, or, with "skip", drop the step (docs/checks.md). ``loader_check=False`` lets ranks
-    draw different numbers of batches from their DataLoaders for one backward.
-
-    After ``stall_seconds`` of waiting for other ranks a line tells for whom, and what they do; after
-    ``timeout_seconds`` (default: the process group's own timeout) PeerTimeout is raised.
-    """
-
-    def read() -> Settings:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"replicate() takes a torch.nn.Module, got {type(module).__name__}")
-        if unused not in ("allow", "error"):
-            raise ValueError(f'unused has to be "allow" or "error", got {unused!r}')
-        hook_now = hook_for(hook, reduce)
-        if precision is not None and not isinstance(precision, Precision):
-            raise TypeError(f"precision has to be a paceline.Precision, got {type(precision).__name__}")
-        check_names(module, "left_out", left_out, [*module.named_parameters(), *module.named_buffers()])
-        check_names(module, "delayed", delayed, [*module.named_parameters()])
-        if deterministic:
-            check_deterministic(reducing_in(precision, hook_now, module), sparse_in(module))
-        return Settings(
-            caps_of(bucket_mb, first_bucket_mb),
-            unused,
-            reducing_in(precision, hook_now, module),
-            guard,
-            buffers=policies_from(buffers, broadcast_buffers),
-            left_out=frozenset(left_out),
-            delayed=frozenset(delayed),
-            precision=precision,
-            deterministic=deterministic,
-            check_finite=finite.read_mode(check_finite),
-            loader_check=loader_check,
-            stall_seconds=read_seconds("stall_seconds", stall_seconds),
-            timeout_seconds=read_timeout(timeout_seconds),
-        )
-
-    comm = comm_for(group, mesh, module)
-    Replica(module, comm, or_refuse(comm, read))
-    return module
-
-
 def replica(module: nn.Module) -> Replica:
     """Return the handle of a replicated module, or of the module inside a DistributedDataParallel."""
     found = _replicas.get(id(module)) or _replicas.get(id(getattr(module, "module", None)))
@@ -690,41 +603,6 @@ def replicas_beside(control: Control) -> list[Replica]:
     return [found for found in _replicas.copy().values() if found.comm.own_control() is control]
 
 
-def no_sync(module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-    """Keep the gradients of the backwards inside local to this rank. See Replica.no_sync."""
-    return replica(module).no_sync(enabled)
-
-
-def accumulate(module: nn.Module, micro_batches: int) -> AbstractContextManager[None]:
-    """Reduce once for several backwards. See Replica.accumulate."""
-    return replica(module).accumulate(micro_batches)
-
-
-def weight(module: nn.Module, samples: float) -> AbstractContextManager[None]:
-    """Let the backwards inside stand for this many samples or tokens. See Replica.weight."""
-    return replica(module).weight(samples)
-
-
-def batch(module: nn.Module) -> AbstractContextManager[None]:
-    """Hold this rank to one reduced backward inside. See Replica.batch."""
-    return replica(module).batch()
-
-
-def skip(module: nn.Module) -> None:
-    """Leave this rank's batch out. See Replica.skip."""
-    replica(module).skip()
-
-
-def audit(module: nn.Module, every: int | None = 50, heal: bool = False) -> None:
-    """Compare parameters and optimizer state between the ranks. See Replica.audit."""
-    replica(module).audit(every, heal)
-
-
-def busy(module: nn.Module, what: str) -> AbstractContextManager[None]:
-    """Say what this rank does inside, and stop the clock for the others. See Replica.busy."""
-    return replica(module).busy(what)
-
-
 def comm_for(group: Any, mesh: Any, module: object) -> Comm:
     """Choose the comm from a group or a one-dimensional mesh, but not both.
 
@@ -735,53 +613,6 @@ def comm_for(group: Any, mesh: Any, module: object) -> Comm:
     comm = comm_over(group if mesh is None else group_of_mesh(mesh))
     preflight(comm, module)
     return comm
-
-
-def _agree_and_take_state(
-    module: nn.Module, comm: Comm, settings: Settings, replaces: Replica | None
-) -> None:
-    agree_to_start(
-        comm,
-        lambda: _check(module, comm, settings, replaces),
-        lambda: [*traits_of(module, settings.own(module)), *settings.traits()],
-    )
-    if settings.take_state and comm.size > 1:
-        finish_broadcast(start_broadcast(_state(module, settings.own(module)), comm))
-
-
-def _agree_on_hook(hook: Hook, watched: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:
-    """Let the hook get to know the parameters. One that cannot, on one rank, makes all ranks raise."""
-    if isinstance(hook, StatefulHook):
-        agree_to_start(comm, lambda: bind(hook, watched, comm), lambda: [])
-
-
-@functools.cache
-def _rest_at_exit() -> None:
-    atexit.register(wait_for_workers, EXIT_SECONDS)
-    atexit.register(say_goodbye)
-    module_watch.start()
-    watch_loaders()
-    _tell_of_uncaught_exceptions()
-
-
-def say_goodbye(error: BaseException | None = None) -> None:
-    """Tell the ranks of every replica, without waiting, that this one ends; and of which error, if any."""
-    for each in list(_replicas.values()):
-        if each.reducer is not None and error is None:
-            each.reducer.say_goodbye()
-        elif each.reducer is not None and error is not None:
-            each.reducer.open_failure(error)
-
-
-def _tell_of_uncaught_exceptions() -> None:
-    before = sys.excepthook
-
-    def tell(kind: Any, error: BaseException, trace: Any) -> None:
-        with contextlib.suppress(Exception):
-            say_goodbye(error)
-        before(kind, error, trace)
-
-    sys.excepthook = tell
 
 
 def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync, model: str) -> Wiring:
@@ -802,84 +633,6 @@ def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync, mo
 def _riders(settings: Settings) -> list[Rider]:
     """Return what every backward takes along."""
     return [SameBatch()] if settings.loader_check else []
-
-
-def _facts(replica: Replica) -> Facts:
-    """Collect what there is to say about a replica."""
-    settings, plan, reducer = replica.settings, replica.plan, replica.reducer
-    module = replica._module()
-    wrapper = None if replica.wrapper is None else replica.wrapper()
-    return Facts(
-        type(module).__name__,
-        replica.rank,
-        replica.size,
-        plan,
-        backend=backend_name(replica),
-        seconds=replica.comm.seconds,
-        step=replica.step,
-        left_out=sorted(settings.left_out),
-        is_plan_learned=reducer is not None and reducer.is_plan_learned,
-        plan_changes=reducer.recorder.plan_changes if reducer else 0,
-        hook=name_of(replica.hook),
-        unused=settings.unused,
-        skip_unused=settings.skip_unused,
-        guard=settings.guard,
-        buffers=[] if module is None else _buffer_facts(module, settings),
-        precision=settings.precision,
-        consumer=reducer.wiring.consumer if reducer else None,
-        joining=reducer.wiring.joining if reducer else None,
-        rows={} if wrapper is None else wrapper.rows_to_explain(),
-    )
-
-
-def _buffer_facts(module: nn.Module, settings: Settings) -> list[tuple[Policy, int]]:
-    """Return the policy and the size of each buffer."""
-    own = settings.own(module)
-    return [
-        ("never" if name in own else settings.buffers.of_buffer(name), buffer.nbytes)
-        for name, buffer in module.named_buffers()
-    ]
-
-
-def backend_name(replica: Replica) -> str:
-    """Name what a replica's gradients travel over; nothing for a process alone."""
-    comm, kinds = replica.comm, sorted({spec.device.type for spec in replica.plan.specs})
-    if comm.own_control() is not None:
-        return "threads"  # a rehearsal
-    found = [backend_of(comm.group, kind) for kind in kinds] if isinstance(comm, GroupComm) else []
-    return ", ".join(backend for backend in found if backend)
-
-
-def _check(module: nn.Module, comm: Comm, settings: Settings, replaces: Replica | None) -> None:
-    check_model(module, settings)
-    comm.claim(module)
-    # A copy: other threads may replicate meanwhile.
-    _check_overlap(module, {key: other for key, other in _replicas.copy().items() if other is not replaces})
-
-
-def _check_overlap(module: nn.Module, replicas: Mapping[int, Replica]) -> None:
-    kind = type(module).__name__
-    if id(module) in replicas:
-        raise ValueError(
-            f"this {kind} is replicated already; use paceline.replica(module), or detach() it first"
-        )
-    inside = [name for name, part in module.named_modules() if id(part) in replicas]
-    if inside:
-        raise ValueError(
-            f"{kind} holds parts that are replicated already: {name_some(inside)}; detach() them first"
-        )
-    owned = {id(p) for other in replicas.values() for p in other.parameters()}
-    shared = [name for name, parameter in module.named_parameters() if id(parameter) in owned]
-    if shared:
-        raise ValueError(
-            f"{kind} shares parameters with a module that is replicated already: {name_some(shared)}. "
-            "Replicate the outer module only, or detach() the other one first"
-        )
-
-
-def _state(module: nn.Module, left_out: frozenset[str]) -> list[torch.Tensor]:
-    named = (*module.named_parameters(), *module.named_buffers())
-    return [tensor.detach() for name, tensor in named if name not in left_out]
 
 
 @contextmanager

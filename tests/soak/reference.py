@@ -65,6 +65,7 @@ class Reference:
         parameters = [p for net in self.nets for p in net.parameters()]
         self.optimizer = make_optimizer(program.setup.optimizer, parameters)
         self._is_dropped = False  # check_finite="skip" has emptied gradients in this step
+        self._apart: list[tuple[int, nn.Parameter]] = []  # added, and no reduction has made them equal yet
 
     def follow(self, number: int, step: Step, entries: Sequence[Entry]) -> None:
         """Do one step, and compare."""
@@ -95,6 +96,7 @@ class Reference:
         if change.what == "add":
             layer = new_layer(self.program, number, 0)
             net.layers.append(layer)
+            self._apart += [(change.model, parameter) for parameter in layer.parameters()]
             self.optimizer.add_param_group({"params": list(layer.parameters())})
         elif change.what == "remove":
             if len(net.layers) > 1:
@@ -153,6 +155,7 @@ class Reference:
             for name, gradient in used.items():
                 total[name] = total.get(name, 0) + weight * gradient / divisor
         net = self.nets[reduction.model]
+        self._apart = [(model, parameter) for model, parameter in self._apart if model != reduction.model]
         if any(not bool(gradient.isfinite().all()) for gradient in total.values()):
             if self.program.setup.check_finite == "raise":
                 return False
@@ -178,16 +181,18 @@ class Reference:
         for model, net in enumerate(self.nets):
             yield from ((f"{model}.{name}", p) for name, p in net.named_parameters())
 
-    @staticmethod
-    def _compare_ranks(entries: Sequence[Entry], reduced: set[int]) -> None:
+    def _compare_ranks(self, entries: Sequence[Entry], reduced: set[int]) -> None:
         """Compare the ranks with each other, bit for bit."""
         first = entries[0]
+        apart = {id(parameter) for _, parameter in self._apart}
+        equal = {name for name, parameter in self._named() if id(parameter) not in apart}
         for rank, entry in enumerate(entries[1:], 1):
+            weights = {name: weight for name, weight in entry.weights.items() if name in equal}
             # Buffers are made equal where a model's gradients are.
             buffers = {name: b for name, b in entry.buffers.items() if int(name.partition(".")[0]) in reduced}
             for what, mine, theirs in (
                 ("gradient", entry.gradients, first.gradients),
-                ("weight", entry.weights, first.weights),
+                ("weight", weights, first.weights),
                 ("buffer", buffers, first.buffers),
             ):
                 if odd := _differing(mine, theirs):

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
+from paceline.farewell import say_goodbye
 from paceline.launch.device import choose_backend, choose_device
 from paceline.launch.job import loopback_variables
 from paceline.launch.place import Place, find_local_rank, find_place
 from paceline.launch.store import meet, open_store, wait_for_all
 from paceline.places import here
 from paceline.quiet import wait_for_workers
-from paceline.replication import say_goodbye
 from paceline.torch_private import backend_of
 
 MEETING_SECONDS = 300.0  # how long ranks wait for each other at the start, unless told otherwise

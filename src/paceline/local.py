@@ -1,0 +1,118 @@
+"""Gradients that were not reduced yet: which they are, and what they stand for."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from paceline.torch_private import engine_watch
+from paceline.weights import Ledger
+
+
+class LocalGradients:
+    """The gradients that only this rank has."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], ledger: Ledger) -> None:
+        self._parameters = parameters
+        self.indices: set[int] = set()
+        self.ledger = ledger
+        self._versions: list[int] = []  # when the last weighted backward had ended
+        self._before: list[torch.Tensor | None] | None = None  # a backward of weight 0
+        self._is_on_top = False  # the present backward adds to gradients that are agreed on
+
+    @property
+    def counts(self) -> bool:
+        """Whether the gradients of the present backward count: its weight is not 0."""
+        return self._before is None
+
+    def move_to(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Go on with other parameters. A new one may have got a gradient already, in no_sync()."""
+        known = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        kept = {index for index in self.indices if self._parameters[index].grad is not None}
+        self._parameters = parameters
+        old = {i for i, p in enumerate(parameters) if known.get(id(p), -1) in kept}
+        new = {i for i, p in enumerate(parameters) if id(p) not in known and p.grad is not None}
+        self.indices = old | new
+
+    def drop(self, members: Collection[int]) -> None:
+        """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
+        for index in members:
+            self._parameters[index].grad = None
+        self.are_agreed(members)
+        self._before = None
+
+    def are_agreed(self, members: Collection[int]) -> None:
+        """Note that all ranks have them now."""
+        if self.indices:
+            self.indices.difference_update(members)
+        self.ledger.clear()
+
+    def forget_cleared(self) -> None:
+        """Notice gradients that were dropped by zero_grad() before they were reduced."""
+        if self._before is None:
+            self.indices -= {index for index in self.indices if self._parameters[index].grad is None}
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def prepare(self, *, is_reduced: bool) -> None:
+        """Get ready for a backward inside weight()."""
+        self.forget_cleared()
+        self._forget_zeroed()
+        if not self.indices:
+            self.ledger.clear()
+        gradients = [parameter.grad for parameter in self._parameters]
+        there = [g for i, g in enumerate(gradients) if g is not None and i not in self.indices]
+        is_alone = is_reduced and not self.indices
+        self._is_on_top = not is_alone and has_anything(there)
+        if self.ledger.now == 0:
+            self._before = gradients
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def note_backward(self, *, is_reduced: bool) -> None:
+        """Add the present backward's weight to what is going to be reduced."""
+        if not self.indices:
+            self.ledger.clear()
+        is_alone = is_reduced and self.ledger.total is None
+        if engine_watch.factor not in (None, self.ledger.scale):
+            raise ValueError(
+                "weight(): one backward reaches several models, whose gradients would have to be multiplied "
+                "by different numbers. Run one backward for each model, inside its own weight()"
+            )
+        self.ledger.add()
+        if self._is_on_top and self.ledger.now and not is_alone:
+            raise ValueError(
+                "weight(): several backwards are to be reduced together, on top of gradients that are "
+                "reduced already. Call zero_grad() before the first of them"
+            )
+
+    def end(self) -> None:
+        """Note that a backward inside weight() has ended, in whatever way."""
+        self.set_back()
+        self._versions = self._versions_now()
+
+    def set_back(self) -> None:
+        """Undo what a backward of weight 0 has done to the gradients, whatever it was."""
+        if self._before is not None:
+            for parameter, gradient in zip(self._parameters, self._before, strict=True):
+                parameter.grad = gradient
+            self._before = None
+
+    def _forget_zeroed(self) -> None:
+        """Notice zero_grad(set_to_none=False): what stood for something is gone."""
+        gradients = [self._parameters[index].grad for index in self.indices]
+        if self.indices and self._versions_now() != self._versions and not has_anything(gradients):
+            self.indices.clear()
+
+    def _versions_now(self) -> list[int]:
+        """Tell how often the gradients were written in place."""
+        gradients = (self._parameters[index].grad for index in sorted(self.indices))
+        return [gradient._version for gradient in gradients if gradient is not None]
+
+
+def has_anything(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike everywhere."""
+    return any(g is not None and bool(torch.count_nonzero(_values_of(g.detach()))) for g in gradients)
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
