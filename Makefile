@@ -4,6 +4,7 @@ PYTHON  ?= python3
 TORCH   ?= 2.13.0
 RANKS   ?= 2
 WORKERS ?= 2
+MINUTES ?= 10
 ARGS    ?=
 
 VENV := .venv
@@ -17,12 +18,13 @@ TORCH_READY := $(VENV)/.stamp-torch-$(TORCH)
 DEMO_READY  := $(VENV)/.stamp-paceline
 TEST_READY  := $(VENV)/.stamp-paceline-test
 
-.PHONY: help demo test bench promises conformance clean
+.PHONY: help demo test soak bench promises conformance clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo      set up .venv, then train a small GPT on $(RANKS) CPU ranks (about two minutes)'
 	@echo 'make test      set up .venv, then lint, types, layers and all tests'
+	@echo 'make soak      random training programs on processes and threads, for MINUTES=$(MINUTES)'
 	@echo 'make bench     measure against torch; print a table and write JSON'
 	@echo 'make promises  run every promise on torch and on paceline; write docs/promises.md'
 	@echo 'make conformance  run torch'"'"'s own DDP tests on torch'"'"'s class and on ours; write docs/conformance.md'
@@ -42,6 +44,10 @@ test: $(TEST_READY)
 	@$(BIN)/lint-imports --no-cache --no-logo
 	$(SAY) 'tests: pytest with $(WORKERS) workers'
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+soak: $(TEST_READY)
+	$(SAY) 'soak: random programs for $(MINUTES) minutes; --seed N runs one again (ARGS="--seed N")'
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 bench: $(TEST_READY)
 	$(SAY) 'benchmarks'

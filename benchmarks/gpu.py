@@ -31,6 +31,7 @@ if not __package__:  # run as a file: look for modules in the repository, not in
 import paceline
 from benchmarks.cycles import Estimate, estimate, exactly
 from benchmarks.gpu_checks import check_gradients
+from benchmarks.gpu_price import measure_price, measure_waits
 from benchmarks.gpu_tasks import Place, Task, gpt, many, resnet50
 from benchmarks.ranks import say
 from benchmarks.table import Row, as_markdown, write_json
@@ -314,6 +315,8 @@ PARTS: dict[str, Callable[[Place], list[Row]]] = {
     "host": measure_host,
     "memory": measure_memory,
     "kernels": measure_kernels,
+    "price": measure_price,
+    "waits": measure_waits,
     "correct": check_gradients,
 }
 

@@ -9,10 +9,18 @@ from benchmarks.cycles import Cycle, Samples, Variant, merge, run_cycles
 from benchmarks.models import FIVE, build
 from benchmarks.ranks import on_ranks, say
 from benchmarks.table import Row
-from benchmarks.variants import TORCH_FLAGS, bare, ours, torch_ddp, without_frames, without_guard
+from benchmarks.variants import (
+    TORCH_FLAGS,
+    bare,
+    ours,
+    torch_ddp,
+    without_frames,
+    without_guard,
+    without_promises,
+)
 
 RANKS = 2
-PRICED = ("small GPT", "402 tiny tensors")
+PRICED = ("small MLP", "small GPT", "402 tiny tensors")
 
 
 def bar_8(seconds: float, models: Sequence[str] = tuple(FIVE), *, tiny: bool = False) -> list[Row]:
@@ -33,7 +41,7 @@ def against_torch(name: str, tiny: bool) -> list[Variant]:
 
 
 def promises(name: str, tiny: bool) -> list[Variant]:
-    makers = (ours, without_guard, without_frames)
+    makers = (ours, without_guard, without_frames, without_promises)
     return [make(build(name, tiny=tiny)) for make in makers]
 
 
@@ -92,5 +100,9 @@ def _prices(name: str, samples: Samples) -> list[Row]:
             samples.medians,
             samples.is_quiet,
         )
-        for variant, what in (("no guard", "the guard"), ("no frames", "control frames"))
+        for variant, what in (
+            ("no guard", "the guard"),
+            ("no frames", "control frames"),
+            ("no promises", "any of it"),
+        )
     ]

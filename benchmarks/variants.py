@@ -1,7 +1,7 @@
 """The ways to run a step: bare, with torch's DDP, with paceline, and with paceline less one promise."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -53,6 +53,24 @@ def without_frames(task: Task) -> Variant:
             yield
 
     return Variant("no frames", with_frames.step, active)
+
+
+def without_promises(task: Task) -> Variant:
+    """Leave out everything that is compared, watched and guarded by default."""
+    return Variant("no promises", training_step(task, without_promises_on(task.model)), nothing_promised)
+
+
+def without_promises_on(model: nn.Module) -> nn.Module:
+    """Replicate a model with all that can be taken off taken off."""
+    paceline.replicate(model, guard=False, loader_check=False)
+    for handle in paceline.replica(model)._forward_handles:
+        handle.remove()
+    return model
+
+
+def nothing_promised() -> AbstractContextManager[None]:
+    """Leave out the control frames, too."""
+    return _echoing()
 
 
 def training_step(task: Task, model: nn.Module) -> Callable[[], None]:

@@ -141,7 +141,10 @@ class Reducer:
         self._local.move_to(self._parameters)
         self._held.clear()
         self._optimizers.clear()
+        tree = self._tree
         self._watch()
+        if tree is not None and self._tree is not None:
+            self._tree.take_over(tree)
         bind(self._wiring.hook, named, self._wiring.comm)
         self._planner = Planner(named, self._caps, wishes, self._wiring.hook, self.recorder)
 

@@ -17,12 +17,13 @@ nothing; changed or replaced, it is what the micro-batches to come are added to.
 
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paceline.errors import name_some
 
+T = TypeVar("T")
 Column = dict[int, torch.Tensor]  # by parameter; who is not there has zeros
 
 
@@ -176,6 +177,23 @@ class Tree:
         gradients = ((index, self._parameters[index].grad) for index in members)
         self._agreed = {index: Mark(gradient) for index, gradient in gradients if gradient is not None}
 
+    def take_over(self, other: "Tree") -> None:
+        """Go on, between two backwards, where a tree of other parameters was: what both have is kept.
+
+        What is new may have got gradients that nobody has counted; they are in the sum, too.
+        """
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        moved = {i: places[id(p)] for i, p in enumerate(other._parameters) if id(p) in places}
+        self._levels = {level: _moved(column, moved) for level, column in other._levels.items()}
+        self._bases, self._shown = _moved(other._bases, moved), _moved(other._shown, moved)
+        self._agreed = _moved(other._agreed, moved)
+        self._kept = {moved[index] for index in other._kept if index in moved}
+        self._foreign = {moved[index] for index in other._foreign if index in moved}
+        for index in set(places.values()).difference(moved.values()):
+            gradient = self._parameters[index].grad
+            if gradient is not None:
+                self._bases[index], self._shown[index] = gradient.detach(), Mark(gradient)
+
     def clear(self) -> None:
         """Forget everything. What ``.grad`` holds is left alone."""
         self._levels, self._bases, self._shown, self._agreed = {}, {}, {}, {}
@@ -193,6 +211,10 @@ class Mark:
     def is_on(self, gradient: torch.Tensor | None) -> bool:
         """Tell whether this is the gradient, as it was."""
         return gradient is not None and self._gradient() is gradient and gradient._version == self._version
+
+
+def _moved(column: dict[int, T], moved: dict[int, int]) -> dict[int, T]:
+    return {moved[index]: value for index, value in column.items() if index in moved}
 
 
 def refuse_sparse(names: Sequence[str]) -> None:

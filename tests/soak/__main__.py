@@ -18,7 +18,7 @@ from tests.soak.interpreter import Entry
 from tests.soak.on_processes import Pool
 from tests.soak.on_threads import run_on_threads
 from tests.soak.program import Program
-from tests.soak.reference import Figures, Mismatch, judge
+from tests.soak.reference import Figures, judge
 from tests.soak.strategies import programs
 
 BATCH = 50  # programs of one seed

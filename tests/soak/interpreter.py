@@ -154,7 +154,7 @@ class Player:
             is_local = share.way == "plain" and left > 1
             self._raise_in_loop(place, share, index)
             if not forwards_first:
-                # What surrounds the backward decides; the forward is told apart only by who hears of an error.
+                # What surrounds the backward decides; of a forward, only who hears that it has raised.
                 with self._local(reduction, is_local and micro.backwards == 1):
                     self._forward((*place, index), reduction)
             for repeat in range(micro.backwards):

@@ -120,6 +120,10 @@ class Change(_Brief):
     layer: int = 0
     alike: bool = False
 
+    def __str__(self) -> str:
+        layer = f"{'the same' if self.alike else 'a'} layer" if self.what == "add" else f"layer {self.layer}"
+        return f"{self.what} {layer} of model {self.model}"
+
 
 @dataclass(frozen=True, repr=False)
 class Step(_Brief):
@@ -173,6 +177,9 @@ def tidy(program: Program) -> Program:
         setup = replace(setup, deterministic=False, buffers=False)
     steps = tuple(_tidy_step(step, setup, program.ranks) for step in program.steps)
     steps = tuple(_tidy_changes(steps[number:]) for number in range(len(steps)))
+    if setup.models > 1 and any(not c.what.endswith("freeze") for step in steps for c in step.changes):
+        # Other parameters are noticed in a forward, in which the ranks wait for each other: model by model.
+        steps = tuple(replace(step, forwards_first=False) for step in steps)
     wrong = program.wrong
     if (wrong == "other order" and setup.models < 2) or (wrong == "astray" and not setup.audit):
         wrong = None
@@ -244,7 +251,7 @@ def _is_told(share: Share) -> bool:
     return is_last and fault.where != "loop" and not (share.reverse and len(share.run) > 1)
 
 
-# ---- a listing ----------------------------------------------------------------------------------------------
+# ---- a listing -------------------------------------------------------------------------------------------
 
 
 def listing(program: Program) -> Iterator[str]:
@@ -253,7 +260,7 @@ def listing(program: Program) -> Iterator[str]:
     for number, step in enumerate(program.steps):
         yield f"step {number}:"
         for change in step.changes:
-            yield f"    {change.what} layer {change.layer if change.what != 'add' else ''} of model {change.model}"
+            yield f"    {change}"
         zero = {"none": "zero_grad()", "zeros": "zero_grad(set_to_none=False)", "keep": "no zero_grad()"}
         yield f"    {zero[step.zero]}{'; all forwards before all backwards' if step.forwards_first else ''}"
         for reduction in step.reductions:
