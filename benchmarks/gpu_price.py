@@ -70,7 +70,7 @@ def _stepper(task: Task) -> Callable[[], None]:
 
 
 def measure_waits(place: Place) -> list[Row]:
-    """Count where the host waits for the GPU in a step of one rank over NCCL, beyond those of the bare step."""
+    """Count where the host waits for the GPU in a step of one rank over NCCL, beyond the bare step."""
     if not place.on_gpu:
         say("    skipped: on a CPU there is nothing to wait for")
         return []

@@ -12,7 +12,7 @@ collectives always match, and training can go on.
 import contextlib
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -345,23 +345,16 @@ class SyncedBackward:
             self._agree()
 
     def _agree(self, seconds: float | None = None) -> None:
-        with self._until_settled():
+        try:
             self._meeting.agree(seconds)
+        except BaseException:
+            self._note_settled()
+            raise
         self._agreed = True
         if isinstance(self._comm, InOrder):
             self._comm.factor = self._meeting.share.scale / self._comm.size
         if isinstance(self._wiring.hook, StatefulHook) and self.active:
             self._wiring.hook.begin()
-
-    @contextlib.contextmanager
-    def _until_settled(self) -> Iterator[None]:
-        """Note that nothing is left to be said, if that is how it ends."""
-        try:
-            yield
-        except BaseException:
-            if self._meeting.is_settled:
-                self._phase = Phase.DONE
-            raise
 
     @property
     def _factor(self) -> float:
@@ -371,8 +364,16 @@ class SyncedBackward:
         return factor if self._tree is None else float(factor != 0)
 
     def _exchange(self, kind: bytes, frame: bytes, seconds: float | None = None) -> list[bytes]:
-        with self._until_settled():
+        try:
             return self._meeting.exchange(kind, frame, seconds)
+        except BaseException:
+            self._note_settled()
+            raise
+
+    def _note_settled(self) -> None:
+        """Say no more, if every rank knows how this backward has ended."""
+        if self._meeting.is_settled:
+            self._phase = Phase.DONE
 
     # ---- backward ends ---------------------------------------------------------------------------
 
@@ -550,8 +551,11 @@ class SyncedBackward:
         return not self.is_out_of_step
 
     def _close(self, closing: Closing, seconds: float | None = None) -> Tally:
-        with self._until_settled():
+        try:
             return self._meeting.close(closing, seconds)
+        except BaseException:
+            self._note_settled()
+            raise
 
     def _buffers_due(self) -> Turn | None:
         """Return the turn of the buffers that are made equal at the end of this backward."""

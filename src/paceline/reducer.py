@@ -77,6 +77,7 @@ class Reducer:
         self._kept_company = False  # since it ran out of batches
         self._awaited: list[Any] = []  # futures of a buffer hook
         self._peer_lost: PeerLost | None = None
+        self._noting = _NotingLostPeers(self)
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._closed = False  # the present backward has been closed here
         self.recorder = Recorder(clocks_for(self._parameters))
@@ -151,7 +152,7 @@ class Reducer:
     def _agree_on_change(self) -> None:
         try:
             backward = self._start_synced(Kind.CHANGED)
-            with self._noting_lost_peers():
+            with self._noting:
                 backward.agree()
         except BaseException as error:
             self.on_backward_raised(error)
@@ -213,7 +214,7 @@ class Reducer:
         local = self._local.indices if self.context is None else set()
         backward = SyncedBackward(self._wiring, self._planner.layout, record, local, self._held, self._tree)
         self._backward = backward
-        with self._noting_lost_peers():
+        with self._noting:
             backward.open(
                 kind,
                 self._local.ledger,
@@ -260,7 +261,7 @@ class Reducer:
     def hurry(self) -> None:
         """Put nothing off: several replicas in one backward have to send in the same order on every rank."""
         if isinstance(self._backward, SyncedBackward):
-            with self._noting_lost_peers():
+            with self._noting:
                 self._backward.hurry()
 
     def on_nested_begin(self) -> None:
@@ -276,7 +277,7 @@ class Reducer:
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
         if isinstance(self._backward, SyncedBackward) and not self._is_remote:
-            with self._noting_lost_peers():
+            with self._noting:
                 self._backward.send_rest()
 
     def on_backward_end(self) -> None:
@@ -295,7 +296,7 @@ class Reducer:
         self._micro_batches = max(0, self._micro_batches - 1)
 
     def _finish(self, backward: SyncedBackward) -> None:
-        with self._noting_lost_peers():
+        with self._noting:
             outcome = backward.finish(learn=self._planner.is_guess)
         if self.context is not None:
             self._check_contexts(outcome, backward)
@@ -364,7 +365,7 @@ class Reducer:
         """
         try:
             backward = self._start_synced(Kind.JOINED)
-            with self._noting_lost_peers():
+            with self._noting:
                 backward.agree()
             if backward.active:
                 self._kept_company = True
@@ -494,7 +495,7 @@ class Reducer:
         self._planner.is_disputed |= isinstance(error, RanksDisagree) and not error.is_known
 
     def _tell(self, backward: SyncedBackward, failure: str) -> None:
-        with self._noting_lost_peers():
+        with self._noting:
             try:
                 backward.abandon(failure)
             finally:
@@ -509,14 +510,6 @@ class Reducer:
             rider.dropped()
         if isinstance(self._wiring.hook, StatefulHook):
             self._wiring.hook.forget()
-
-    @contextlib.contextmanager
-    def _noting_lost_peers(self) -> Iterator[None]:
-        try:
-            yield
-        except PeerLost as lost:
-            self._peer_lost = lost
-            raise
 
     # ---- what others ask -------------------------------------------------------------------------
 
@@ -581,7 +574,7 @@ class Reducer:
         self.check_usable()
         topic = self.name + b"." + kind
         self._wiring.control.post(topic, frame)
-        with self._noting_lost_peers():
+        with self._noting:
             return self._wiring.control.collect(topic, self._wiring.comm.seconds, self)
 
     @property
@@ -812,6 +805,19 @@ class Reducer:
         self._handles, self._nodes = [], []
         if isinstance(self._wiring.hook, StatefulHook):
             self._wiring.hook.unbind()
+
+
+class _NotingLostPeers:
+    """Around whatever waits for others. Entered several times in a backward, so it is no generator."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = weakref.proxy(reducer)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        if isinstance(error, PeerLost):
+            self._reducer._peer_lost = error
 
 
 def _do_nothing(_leaves: Callable[[], set[int]] | None) -> None:
