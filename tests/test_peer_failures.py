@@ -1,5 +1,7 @@
 """What the others hear when one rank raises outside of a backward, or ends early."""
 
+import atexit
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -198,3 +200,97 @@ def test_a_rank_that_leaves_its_loop_is_named(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert words.count("RanksDisagree") >= 2
     assert "the ranks run different numbers of reduced backwards: rank 1 ended after 2" in words
+
+
+CHILDREN = """
+import multiprocessing, os, sys, torch, paceline
+import torch.distributed as dist
+import torch.multiprocessing
+
+def work(rank, store):
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    model = paceline.replicate(torch.nn.Linear(3, 3))
+    for step in range(3):
+        if rank == 1 and step == 2:
+            raise KeyError("in a child")
+        try:
+            model(torch.randn(2, 3)).sum().backward()
+        except paceline.PacelineError as error:
+            print("heard", type(error).__name__, error, flush=True)
+            os._exit(0)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "spawn":
+        torch.multiprocessing.spawn(work, (sys.argv[2],), nprocs=2)
+    else:
+        context = multiprocessing.get_context("spawn")
+        children = [context.Process(target=work, args=(rank, sys.argv[2])) for rank in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["process", "spawn"])
+def test_an_exception_in_a_child_of_multiprocessing_reaches_the_others(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "children.py"
+    script.write_text(CHILDREN)
+    command = [sys.executable, str(script), how, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert "heard PeerFailed step 2: rank 1 raised in its loop: KeyError: 'in a child'" in done.stdout, (
+        done.stderr
+    )
+
+
+@ranks(2)
+def test_the_same_exception_raised_again_is_told_again(rank: int) -> None:
+    model = paceline.replicate(Fragile())
+    error = ValueError("one object")
+    for _ in range(2):
+        if rank:
+            model.forward = lambda x: (_ for _ in ()).throw(error)
+        with pytest.raises(ValueError if rank else paceline.PeerFailed, match="one object"):
+            loss_of(model, share(batch())).backward()
+    if rank:
+        del model.forward
+    assert_trains(model, model)
+
+
+@ranks(2)
+def test_a_fork_that_ends_takes_nothing_with_it(rank: int) -> None:
+    model = paceline.replicate(small_model())
+    assert_trains(model, model)
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert_trains(model, model)
+
+
+@ranks(2, warnings="ignore")
+def test_an_optimizer_inside_another_makes_no_steps_of_its_own(rank: int) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    models = [paceline.replicate(nn.Linear(4, 4, bias=False)) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer([p for m in models for p in m.parameters()], torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        for model in models:
+            model(share(batch())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(2)
+def test_after_different_numbers_of_steps_the_weights_can_be_made_equal(rank: int) -> None:
+    model = paceline.replicate(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, share(batch())).backward()
+    if rank:
+        optimizer.step()
+    with pytest.raises(paceline.RanksDisagree, match=r"call take_state\(\) of the replica"):
+        loss_of(model, share(batch())).backward()
+    paceline.replica(model).take_state(0)
+    assert_trains(model, model)

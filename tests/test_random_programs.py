@@ -1,6 +1,7 @@
 """Random training programs on ranks that are threads, against one process. ``make soak`` runs many more."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.soak import program as program_module
 from tests.soak.interpreter import Entry
 from tests.soak.on_processes import Pool
 from tests.soak.on_threads import run_on_threads
-from tests.soak.program import Fault, Program, Reduction, Setup, Share, Step, tidy
+from tests.soak.program import Change, Fault, Micro, Program, Reduction, Setup, Share, Step, tidy
 from tests.soak.reference import WRONG, Figures, Mismatch, judge
 from tests.soak.strategies import programs
 
@@ -52,6 +53,45 @@ def test_what_one_rank_does_wrong_is_raised_on_every_rank(wrong: str, size: int)
         program = tidy(Program(size, Setup(models=2, audit=1), (step, step), wrong, culprit))
         assert program.wrong == wrong
         judge(program, run_on_threads(program))
+
+
+# What the soak has found.
+ADD = Change("add")
+LOCAL = Share(micros=(Micro(), Micro()))
+ALL = Share(micros=(Micro(layers=(0, 1, 2)),))
+LATE = Share(micros=(Micro(layers=(2, 0, 1, 2), checkpoint="reentrant"),))
+FOUND = {
+    "a layer is added, and a rank skips": [Step((Reduction((Share(), Share("skip"))),), (ADD,))],
+    "a layer is added, and a rank has no micro-batch": [
+        Step((Reduction((Share(), Share("accumulate", ()))),), (ADD,))
+    ],
+    "a layer is added while a rank raises": [
+        Step((Reduction((Share(), Share(fault=Fault("loop"))), batch=True),), (ADD,)),
+        TWICE,
+    ],
+    "a layer is added, then a local backward raises inside batch()": [
+        Step(
+            (Reduction((Share(micros=(Micro(backwards=2),), fault=Fault("early")), Share()), batch=True),),
+            (ADD,),
+        ),
+        TWICE,
+    ],
+    "a layer of one model is added, and a rank skips the other": [
+        Step((Reduction((Share(), Share("skip")), 1), Reduction((Share(), Share()))), (ADD,))
+    ],
+    "a layer is added in the middle of weighted micro-batches": [
+        Step((Reduction((Share(), LOCAL), weighted=True),), (replace(ADD, alike=True),))
+    ],
+    "gradients come late": [Step((Reduction((ALL, ALL)),)), Step((Reduction((LATE, ALL)),))],
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_once_is_right_now(name: str, deterministic: bool) -> None:
+    setup = Setup(models=2, bucket_mb=1e-5, deterministic=deterministic)
+    program = tidy(Program(2, setup, (TWICE, *FOUND[name], TWICE)))
+    judge(program, run_on_threads(program))
 
 
 def test_programs_run_on_processes_too() -> None:

@@ -425,12 +425,34 @@ def test_skip_inside_a_backward_is_refused_on_every_rank(rank: int) -> None:
 
 
 @ranks(2)
-def test_one_backward_over_two_models_with_different_weights_is_refused(rank: int) -> None:
+def test_a_weight_is_nobody_elses(rank: int) -> None:
+    """Another model in the same backward, a parameter that is left out, an input: they are not scaled."""
+    model = paceline.replicate(small_model(), left_out=["2.bias"])
+    other, x = small_model(2), batch(2).requires_grad_()
+    want_other = reference(other, lambda m: [loss_of(m, batch(2)).backward() for _ in range(2)])
+    alone = small_model()
+    for _ in range(2):
+        loss_of(alone, x).backward()
+    want_x, x.grad = x.grad, None
+    for sync, weight in ((False, 2), (True, 5)):
+        with paceline.no_sync(model, not sync), paceline.weight(model, weight):
+            (loss_of(model, x) + loss_of(other, batch(2))).backward()
+    assert torch.allclose(x.grad, want_x)
+    assert torch.allclose(model[2].bias.grad, alone[2].bias.grad)
+    for name, parameter in other.named_parameters():
+        assert torch.allclose(parameter.grad, want_other[name])
+
+
+@ranks(2)
+def test_a_weight_around_the_backward_of_another_model_does_no_harm(rank: int) -> None:
     one, two = (paceline.replicate(small_model(seed)) for seed in (1, 2))
-    with paceline.no_sync(one), paceline.weight(one, 2):
-        loss_of(one, batch(2)).backward()
-    with pytest.raises((ValueError, paceline.PeerFailed), match="several models"), paceline.weight(one, 4):
-        (loss_of(one, batch(2)) + loss_of(two, batch(2))).backward()
+    expected = reference(small_model(2), lambda m: loss_of(m, batch(4)).backward())
+    for weight in (2, 4):
+        with paceline.no_sync(one, weight == 2), paceline.weight(one, weight):
+            loss_of(one, batch(2)).backward()
+            two.zero_grad()
+            loss_of(two, batch(4)).backward()
+    assert verdict(two, expected) == EQUAL
 
 
 # ---- the arithmetic ----------------------------------------------------------------------------------------
@@ -446,7 +468,7 @@ def test_the_shares_of_all_ranks_give_the_weighted_mean(weights: list[list[int]]
         total = 0.0
         for place, weight in enumerate(batches):
             ledger.now = weight
-            total += (ledger.scale if weight else 0.0) * _gradient(rank, place)
+            total = total * ledger.take_unit() + (_gradient(rank, place) if weight else 0.0)
             ledger.add()
         sums.append(total)
         units.append(ledger.unit)

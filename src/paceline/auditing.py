@@ -266,7 +266,7 @@ class Audit(Rider):
         return STEP.pack(self._taken) + (self._snapshot.digest() if self._snapshot.is_here else b"")
 
     def _held(self) -> Held:
-        return held_by(self._reducer.named(), self._reducer.optimizers)
+        return held_by(self._reducer.named(), self._reducer.steps.optimizers)
 
     def _is_due(self, step: int) -> bool:
         return step % self._schedule.every == 0

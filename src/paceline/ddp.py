@@ -72,6 +72,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         *,
         deterministic: bool = False,
         check_finite: bool | Mode = False,
+        loader_check: bool = True,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -107,6 +108,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 hook=hook,
                 deterministic=deterministic,
                 check_finite=read_mode(check_finite),
+                loader_check=loader_check,
                 precision=precision,
                 take_state=init_sync,
                 buffers=Policies.of("before_saving"),  # or whenever this wrapper asks

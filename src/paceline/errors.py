@@ -32,6 +32,7 @@ class RanksDisagree(PacelineError):
     """
 
     is_known = False  # every rank has raised this by itself, so nobody has to be told
+    is_about_steps = False  # the ranks have made different numbers of optimizer steps
 
     def __init__(self, message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
         super().__init__(message)

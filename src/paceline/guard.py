@@ -81,7 +81,7 @@ class Guard:
 def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer would use gradients that the ranks have not agreed on."""
     check_gradients(reducer, "optimizer.step()", optimizer)
-    reducer.note_step(optimizer)
+    reducer.steps.note(optimizer)
 
 
 def check_gradients(reducer: Reducer, what: str, optimizer: torch.optim.Optimizer | None = None) -> None:

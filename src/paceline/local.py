@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from paceline.torch_private import engine_watch
 from paceline.weights import Ledger
 
 
@@ -63,6 +62,7 @@ class LocalGradients:
         there = [g for i, g in enumerate(gradients) if g is not None and i not in self.indices]
         is_alone = is_reduced and not self.indices
         self._is_on_top = not is_alone and has_anything(there)
+        self._rescale([g for i, g in enumerate(gradients) if g is not None and i in self.indices])
         if self.ledger.now == 0:
             self._before = gradients
             for parameter in self._parameters:
@@ -70,20 +70,28 @@ class LocalGradients:
 
     def note_backward(self, *, is_reduced: bool) -> None:
         """Add the present backward's weight to what is going to be reduced."""
-        if not self.indices:
+        if not self.indices and self.ledger.now is None:
             self.ledger.clear()
         is_alone = is_reduced and self.ledger.total is None
-        if engine_watch.factor not in (None, self.ledger.scale):
-            raise ValueError(
-                "weight(): one backward reaches several models, whose gradients would have to be multiplied "
-                "by different numbers. Run one backward for each model, inside its own weight()"
-            )
         self.ledger.add()
         if self._is_on_top and self.ledger.now and not is_alone:
             raise ValueError(
                 "weight(): several backwards are to be reduced together, on top of gradients that are "
                 "reduced already. Call zero_grad() before the first of them"
             )
+
+    def _rescale(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Bring what is there into units of the present weight."""
+        factor = self.ledger.take_unit()
+        if factor == 1:
+            return
+        with torch.no_grad():
+            dense = [g.detach() for g in gradients if g.layout is torch.strided]
+            if dense:
+                torch._foreach_mul_(dense, factor)
+            for gradient in gradients:
+                if gradient.layout is not torch.strided:
+                    gradient.mul_(factor)
 
     def end(self) -> None:
         """Note that a backward inside weight() has ended, in whatever way."""

@@ -74,7 +74,8 @@ class Meeting:
         self.share = share_of(self._wiring.comm.rank, openings, self._unit, divide_by_all=by_all)
         present = [rank for rank, opening in enumerate(openings) if opening.kind is Kind.BACKWARD]
         for rider, told in self._riders([opening.told for opening in openings]):
-            rider.opened(self.step, told, present)
+            if joining is None or rider.is_for_join:
+                rider.opened(self.step, told, present)
 
     def _riders(self, told: Sequence[Sequence[bytes]]) -> Sequence[tuple[Rider, Sequence[bytes]]]:
         """Return each rider with what every rank had it say."""
@@ -108,11 +109,14 @@ class Meeting:
         here = {r: o.stepped for r, o in enumerate(openings) if o.kind is not Kind.JOINED}
         if self._wiring.joining is None and len(set(here.values())) > 1:
             where = ", ".join(f"rank {rank} has made {count}" for rank, count in here.items())
-            raise RanksDisagree(
+            error = RanksDisagree(
                 f"step {self.step}: the ranks have made different numbers of optimizer steps, so their "
                 f"weights differ: {where}. Step on every rank after each reduced backward, also after "
-                "skip(). The gradients were dropped on every rank."
+                "skip(). To go on, load a checkpoint on every rank, or call take_state() of the replica. The "
+                "gradients were dropped on every rank."
             )
+            error.is_about_steps = True
+            raise error
 
     def _disagreement(self, openings: Sequence[Opening]) -> RanksDisagree:
         steps = [opening.step for opening in openings]

@@ -38,6 +38,7 @@ from paceline.remote import Context
 from paceline.riders import Rider
 from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
+from paceline.stepping import StepCount
 from paceline.tally import BACKWARD, Outcome
 from paceline.torch_private import accumulator_of, agent_is_set, engine_watch
 from paceline.tree import Tree
@@ -60,16 +61,16 @@ class Reducer:
         self._wiring = wiring
         self.name = wiring.name
         self.step = 0  # reduced backwards that were started, failed ones included
+        self._changes = 0  # of the module, that all ranks have agreed on; each has counted as a step
         self.sync = True  # no_sync() switches it off
         self.look_again: Look = _do_nothing  # at the module, before a reduced backward
-        self.stepped = 0  # optimizer steps of these parameters
-        self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self.steps = StepCount(self._parameters)  # of optimizers
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
         self.context: Context | None = None  # of distributed autograd, if the next backward is its
         self._is_remote = False  # the present backward is one of distributed autograd
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         # In a fixed order all ranks use one unit.
-        self._local = LocalGradients(self._parameters, Ledger(1.0 if wiring.deterministic else None))
+        self._local = LocalGradients(self._parameters, Ledger(of_one=wiring.deterministic))
         self._held: set[int] = set()  # parameters that autograd comes back to within one backward
         self._backward: SyncedBackward | LocalBackward | None = None
         self._handed_out: Layout | None = None  # what the present gradients lie in
@@ -110,11 +111,14 @@ class Reducer:
 
         return on_gradient
 
-    def _before_gradient_of(self, index: int) -> Callable[[Any], None]:
-        def before_gradient(_gradients: Any) -> None:
-            """Make room for a gradient. Called by the autograd thread that is going to write it."""
-            if self._tree is not None and self._local.counts:
-                self._tree.make_room(index)
+    def _before_gradient_of(self, index: int) -> Callable[[Any], Any]:
+        def before_gradient(gradients: Any) -> Any:
+            """Make room for a gradient, and weigh it. Called by the thread that is going to write it."""
+            if self._tree is None or not self._local.counts:
+                return None
+            self._tree.make_room(index)
+            scale = self._local.ledger.scale
+            return None if scale == 1 else tuple(None if g is None else g * scale for g in gradients)
 
         return before_gradient
 
@@ -141,7 +145,7 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named]
         self._local.move_to(self._parameters)
         self._held.clear()
-        self._optimizers.clear()
+        self.steps.move_to(self._parameters)
         tree = self._tree
         self._watch()
         if tree is not None and self._tree is not None:
@@ -159,6 +163,7 @@ class Reducer:
             raise
         self._backward = None
         self.step = backward.step + 1
+        self._changes += 1
 
     def set_buffers(self, buffers: BufferSync) -> None:
         """Keep other buffers equal from now on."""
@@ -218,7 +223,7 @@ class Reducer:
             backward.open(
                 kind,
                 self._local.ledger,
-                stepped=self.stepped if self._steps_alike else 0,
+                stepped=self.steps.count if self._steps_alike else 0,
                 in_graph=in_graph,
                 hold=hold,
                 set_back=None if self._local.counts else self._local.set_back,
@@ -408,7 +413,7 @@ class Reducer:
 
     # ---- a backward that raised ------------------------------------------------------------------
 
-    def on_backward_begin(self, leaves: Callable[[], set[int]]) -> float:
+    def on_backward_begin(self, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener."""
         self._closed = False
         trainer.runs_backward()
@@ -417,10 +422,8 @@ class Reducer:
             rider.enters()
         if self.wants_sync:
             self.look_again(leaves)
-        if self._local.ledger.now is None:
-            return 1.0
-        self._local.prepare(is_reduced=self.wants_sync)
-        return self._local.ledger.scale
+        if self._local.ledger.now is not None:
+            self._local.prepare(is_reduced=self.wants_sync)
 
     def on_backward_left(self) -> None:
         """See BackwardListener."""
@@ -434,7 +437,7 @@ class Reducer:
         """See BackwardListener: open, as failed, what was going to be opened."""
         if getattr(error, "is_known", False):
             return
-        if self.name in _told_by(error):
+        if self._has_told(error):
             return
         if self._backward is None and self._lost is None and self._was_to_be_reduced(leaves):
             with contextlib.suppress(PeerLost):
@@ -490,8 +493,10 @@ class Reducer:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
         if backward.is_behind:
             self._broken = failure
-        _told_by(error).add(self.name)
+        _told_by(error)[self.name] = self.step
         self._drop_gradients()
+        if isinstance(error, RanksDisagree) and error.is_about_steps:
+            self.steps.count = 0  # said once: what is done about it cannot be seen from here
         self._planner.is_disputed |= isinstance(error, RanksDisagree) and not error.is_known
 
     def _tell(self, backward: SyncedBackward, failure: str) -> None:
@@ -555,7 +560,7 @@ class Reducer:
             self._kept_company = False
             for index in self.plan.members:  # the others' gradients, of steps that this rank has not made
                 self._parameters[index].grad = None
-        self.stepped = 0  # inside, the ranks have made different numbers of steps
+        self.steps.count = 0  # inside, the ranks have made different numbers of steps
         self.last_active = range(self._wiring.comm.size)
 
     @property
@@ -602,10 +607,18 @@ class Reducer:
 
     def open_failure(self, error: BaseException, where: str = LOOP) -> None:
         """Say so, without waiting for anybody. Of several replicas, all do this before one waits."""
-        is_told = self.name in _told_by(error) or getattr(error, "is_known", False)
+        is_told = self._has_told(error) or getattr(error, "is_known", False)
         if not is_told and self._lost is None and self._backward is None:
             with contextlib.suppress(PeerLost):
                 self._start_synced(failure=words_of(error), where=where)
+
+    def _has_told(self, error: BaseException) -> bool:
+        """Tell whether the others know of an exception, and nothing has begun here since."""
+        return _told_by(error).get(self.name) == self.step
+
+    def forget_told(self, error: BaseException) -> None:
+        """Hear that an exception was raised anew, be it the same object."""
+        _told_by(error).pop(self.name, None)
 
     def say_goodbye(self) -> None:
         """Say, where that waits for nobody, that no backward follows; ranks that go on are told so."""
@@ -617,16 +630,17 @@ class Reducer:
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Hold this rank to one reduced backward, or a skip(), inside; tell the others what comes of it."""
-        before = self.step
+        before = self.step - self._changes
         try:
             yield
-            if self.step == before and self.wants_sync:
+            if self.step - self._changes == before and self.wants_sync:
                 raise RuntimeError(
-                    f"step {before}: batch() has ended without a reduced backward. Call skip() in place of "
-                    "the backward of a batch that is left out, and step the optimizer as the other ranks do"
+                    f"step {self.step}: batch() has ended without a reduced backward. Call skip() in place "
+                    "of the backward of a batch that is left out, and step the optimizer as the other ranks "
+                    "do"
                 )
         except BaseException as error:
-            if self.step == before and self.wants_sync:
+            if self.step - self._changes == before and self.wants_sync:
                 self.tell_failure(error)
             raise
 
@@ -654,7 +668,7 @@ class Reducer:
         """Have an optimizer step inside backward, from the next backward on."""
         self.check_may_change("the optimizer")
         self._wiring = dataclasses.replace(self._wiring, consumer=consumer)
-        self.stepped = 0
+        self.steps.count = 0
 
     def set_riders(self, riders: Sequence[Rider]) -> None:
         """Take other checks along, from the next backward on; every rank has to do so at the same point."""
@@ -666,7 +680,7 @@ class Reducer:
         self.check_may_change("the group")
         bind(wiring.hook, list(zip(self._names, self._parameters, strict=True)), wiring.comm)
         self._wiring, self.name, self.step, self._peer_lost = wiring, wiring.name, step, None
-        self.stepped = 0
+        self.steps.count = 0
         self._broken = ""
         # What the old ranks agreed on, the new ones have not.
         if self._tree is not None:
@@ -734,20 +748,6 @@ class Reducer:
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that are watched, frozen ones included."""
         return self._parameters
-
-    def note_step(self, optimizer: Any) -> None:
-        """Count an optimizer's step, if it is one of these parameters'."""
-        mine = self._optimizers.get(optimizer)
-        if mine is None:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            mine = any(id(parameter) in held for parameter in self._parameters)
-            self._optimizers[optimizer] = mine
-        self.stepped += mine
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """Those that have stepped some of these parameters, as the guard has seen them."""
-        return [optimizer for optimizer, is_mine in self._optimizers.items() if is_mine]
 
     @property
     def shelves(self) -> Sequence[Shelf]:
@@ -830,7 +830,7 @@ def bind(hook: Hook, named: Sequence[Named], comm: Comm) -> None:
         hook.bind(named, comm)
 
 
-def _told_by(error: BaseException) -> set[bytes]:
-    """Return the names of the replicas that have told the other ranks of an exception."""
-    told: set[bytes] = error.__dict__.setdefault("_paceline_told", set())
+def _told_by(error: BaseException) -> dict[bytes, int]:
+    """Return, by replicas that have told the other ranks of an exception, at which step they were then."""
+    told: dict[bytes, int] = error.__dict__.setdefault("_paceline_told", {})
     return told

@@ -243,7 +243,9 @@ def _refuse_unequal(players: Sequence[Player]) -> None:
         if way_of(reducer.hook) == "own":
             continue  # local SGD: weights differ between two averages, by design
         for name, mine in players[0].parameters(place).items():
-            odd = [player.rank for player in players if not _same_bits(player.parameters(place)[name], mine)]
+            odd = [
+                player.rank for player in players if not _same_bits(player.parameters(place).get(name), mine)
+            ]
             if odd:
                 raise RanksDisagree(
                     f"the rehearsal ended with different parameters: {name} on {name_ranks(odd)} is not what "
@@ -252,9 +254,9 @@ def _refuse_unequal(players: Sequence[Player]) -> None:
                 )
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bits(one: torch.Tensor | None, other: torch.Tensor) -> bool:
     """Compare two tensors byte by byte: what is not a number equals itself, and -0 is not 0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 

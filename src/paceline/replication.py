@@ -366,7 +366,8 @@ class Replica:
         wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
         if self.reducer is not None:
             kept = self.reducer.wiring
-            self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer, riders=kept.riders), step)
+            self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer), step)
+            self._renew_checks()
         elif self._watched and not comm.is_solo:
             self.reducer = self._make_reducer(wiring=wiring)
             self._renew_checks()
@@ -436,6 +437,10 @@ class Replica:
         if module is not None and self.size > 1:
             parameters = [p.detach() for name, p in module.named_parameters() if name not in left_out]
             finish_broadcast(start_broadcast(parameters, self.comm, source))
+            if self.reducer is not None:
+                self.reducer.steps.count = (
+                    0  # whatever the ranks have done before, their weights are equal now
+                )
 
     # ---- buffers ---------------------------------------------------------------------------------
 
@@ -467,6 +472,7 @@ class Replica:
     def _on_forward_failed(self, error: BaseException) -> None:
         """Tell the others that no backward is going to follow. Called by a hook of the module."""
         if self.reducer is not None and self._trains_here():
+            self.reducer.forget_told(error)
             self.reducer.tell_failure(error, "in its forward")
 
     def _trains_here(self) -> bool:

@@ -20,6 +20,7 @@ class Rider:
     """Something that every backward takes along. Override what is needed."""
 
     label = ""  # with its settings; the ranks compare it
+    is_for_join = True  # it makes sense among ranks that run out of batches, too
 
     def enters(self) -> None:
         """Hear that a backward starts, of these parameters or of others. Called on its own thread."""

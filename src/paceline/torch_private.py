@@ -12,12 +12,13 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     ProcessGroup.get_group_store, distributed_c10d._get_process_group_store
     torch.autograd._unsafe_preserve_version_counter, torch._C.Future
     torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
-    torch.utils.data.dataloader._BaseDataLoaderIter, its __next__ and _num_yielded
+    torch.utils.data.dataloader._BaseDataLoaderIter, its __next__
     torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -228,8 +229,8 @@ class BackwardListener(Protocol):
     def on_nested_end(self) -> None:
         """Hear that a backward inside a backward has ended; this thread is back in the outer one."""
 
-    def on_backward_begin(self, leaves: Callable[[], set[int]]) -> float:
-        """Hear that an outermost backward starts; return what its gradients are to be multiplied by.
+    def on_backward_begin(self, leaves: Callable[[], set[int]]) -> None:
+        """Hear that an outermost backward starts.
 
         ``leaves`` returns the ids of the tensors whose gradient it computes.
         """
@@ -351,12 +352,9 @@ class _EngineWatch:
         listeners = self.in_order()
         inputs = args[3] if len(args) > 3 else ()
         leaves = cache(lambda: {id(tensor) for tensor in inputs} if inputs else leaves_below(outputs))
-        factor = _the_factor([listener.on_backward_begin(leaves) for listener in listeners])
-        if factor != 1:
-            roots, *rest = args
-            args = (tuple(None if root is None else root * factor for root in roots), *rest)
-        self._depth.factor = factor
         try:
+            for listener in listeners:
+                listener.on_backward_begin(leaves)
             return self._entry(outputs, *args, **kwargs)
         except BaseException as error:
             listeners = self.in_order()
@@ -366,14 +364,8 @@ class _EngineWatch:
                 listener.on_backward_raised(error)
             raise
         finally:
-            self._depth.factor = 1.0
             for listener in listeners:
                 listener.on_backward_left()
-
-    @property
-    def factor(self) -> float | None:
-        """What the present backward's gradients are multiplied by; None on a thread that cannot know."""
-        return getattr(self._depth, "factor", None)
 
     def _run_nested(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         assert self._entry is not None
@@ -389,11 +381,6 @@ class _EngineWatch:
                     listener.on_nested_end()
 
 
-def _the_factor(wanted: Sequence[float]) -> float:
-    """Choose what a backward is multiplied by; who wants something else finds out when it is reached."""
-    return next((factor for factor in wanted if factor != 1), 1.0)
-
-
 def _name_of(listener: BackwardListener) -> bytes:
     return listener.name
 
@@ -403,20 +390,27 @@ engine_watch = _EngineWatch()
 
 @dataclass(frozen=True)
 class Drawn:
-    """The last batch that was drawn from a DataLoader: a token of its iterator, and which one it was."""
+    """What was drawn from an iterator of a DataLoader so far: how many batches, and when the last one."""
 
     iterator: object
     count: int
+    at: int
 
 
 class _LoaderWatch(threading.local):
-    """Notes, by thread, from which DataLoader a batch was drawn last."""
+    """Counts, by thread, what is drawn from DataLoaders."""
 
-    last: Drawn | None = None
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._draws = 0
 
     def note(self, iterator: Any) -> None:
-        token = iterator.__dict__.setdefault("_paceline_token", object())
-        self.last = Drawn(token, iterator._num_yielded)
+        self._draws += 1
+        self._counts[iterator] = self._counts.get(iterator, (0, 0))[0] + 1, self._draws
+
+    def drawn(self) -> list[Drawn]:
+        """Return what was drawn from each iterator that is still there."""
+        return [Drawn(iterator, *told) for iterator, told in list(self._counts.items())]
 
 
 @cache
@@ -436,7 +430,7 @@ def watch_loaders() -> None:
 
 
 class _ModuleWatch:
-    """Counts what changes in the structure of any module: parameters, buffers and parts, set or removed."""
+    """Counts what changes in the structure of any module: parameters and parts, set or removed."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -449,7 +443,6 @@ class _ModuleWatch:
             modules: Any = torch.nn.modules.module
             modules.register_module_parameter_registration_hook(self._note)
             modules.register_module_module_registration_hook(self._note)
-            modules.register_module_buffer_registration_hook(self._note)
             self._watch_removals()
 
     def _watch_removals(self) -> None:
@@ -464,8 +457,8 @@ class _ModuleWatch:
     def note(self) -> None:
         self.changes += 1
 
-    def _note(self, _module: Any, _name: str, _value: Any) -> None:
-        self.changes += 1
+    def _note(self, _module: Any, _name: str, value: Any) -> None:
+        self.changes += value is not None
 
 
 loader_watch = _LoaderWatch()

@@ -1,7 +1,8 @@
 """How much a rank's gradients count: the mean over the ranks is sum(w g) / sum(w).
 
-A gradient of one backward is not scaled at all; what a rank has accumulated over several is in units of its
-first weight. When the ranks have told each other their weights, each multiplies what it sends by
+The gradient of one backward is not scaled at all. What a rank has accumulated over several is in units of the
+last weight: before a backward of another weight, what is there is multiplied. When the ranks have told each
+other their weights, each multiplies what it sends by
 
     unit * ranks / total
 
@@ -32,23 +33,33 @@ def read_weight(given: Any) -> float:
 
 
 class Ledger:
-    """What this rank's gradients stand for that were not reduced yet."""
+    """What this rank's gradients stand for that were not reduced yet.
 
-    def __init__(self, unit: float | None = None) -> None:
+    With ``of_one`` they are in units of 1: who adds them up has multiplied each by its weight.
+    """
+
+    def __init__(self, *, of_one: bool = False) -> None:
         self.now: float | None = None  # inside weight()
-        self._fixed_unit = unit
+        self._of_one = of_one
         self.clear()
 
     def clear(self) -> None:
         """Begin anew: what there was has been reduced or dropped."""
-        self.unit = self._fixed_unit  # what a gradient of weight 1 is multiplied by, the inverse of
+        self.unit = 1.0 if self._of_one else None  # what a gradient of 1 stands for
         self.total: float | None = None  # None: nothing yet, or nothing that was weighted
         self.is_plain = False  # a backward outside of weight() has added something
 
     @property
     def scale(self) -> float:
-        """What the root of a backward that starts now is multiplied by."""
-        return self.now / self.unit if self.now and self.unit else 1.0
+        """What each gradient of the present backward is multiplied by before it is added."""
+        return self.now if self._of_one and self.now else 1.0
+
+    def take_unit(self) -> float:
+        """Make the present weight the unit; return what the gradients so far are to be multiplied by."""
+        if self._of_one or not self.now:
+            return 1.0
+        before, self.unit = self.unit or self.now, self.now
+        return before / self.now
 
     def add(self) -> None:
         """Note that a backward has begun."""
@@ -56,8 +67,6 @@ class Ledger:
             self.is_plain = True
         else:
             self.total = (self.total or 0.0) + self.now
-            if self.unit is None and self.now:
-                self.unit = self.now
         if self.is_plain and self.total is not None:
             raise ValueError(
                 "some backwards of this step ran inside weight() and some outside; what they add up to has "

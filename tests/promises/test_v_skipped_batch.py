@@ -45,7 +45,7 @@ def test_a_batch_that_is_left_out_raises_on_every_rank_at_that_reduction(library
     assert f"step {LEFT_OUT}: the ranks are not at the same batch of their DataLoader: {at}" in str(
         caught.value
     )
-    assert f"rank {who} left out 1" in str(caught.value)
+    assert f"rank {who} has drawn 1 more than it has used" in str(caught.value)
     assert len(set(gather(str(caught.value)))) == 1
     assert all(p.grad is None for p in model.parameters())
     # Caught everywhere, training goes on.
@@ -130,3 +130,80 @@ def test_ranks_that_never_draw_alike_are_left_alone(rank: int) -> None:
 def test_the_check_can_be_switched_off(rank: int) -> None:
     model = paceline.replicate(small_model(), loader_check=False)
     assert train(model, iter(loader(10 + rank)), {1: LEFT_OUT}) == 10
+
+
+class Fragile(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.breaks = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            self.breaks -= 1
+            raise ValueError("boom in the forward")
+        return self.inner(x)
+
+
+@ranks(2)
+def test_a_failure_that_is_caught_everywhere_is_no_batch_left_out(rank: int) -> None:
+    model = paceline.replicate(Fragile())
+    seen = []
+    for place, x in enumerate(loader()):
+        model.breaks = int(place == 5 and rank == 1)
+        try:
+            loss_of(model, x).backward()
+        except (ValueError, paceline.PeerFailed):
+            seen.append(place)
+    assert seen == [5]
+
+
+@ranks(2)
+def test_a_batch_that_is_tried_again_on_one_rank_after_all_have_given_it_up_is_found_out(rank: int) -> None:
+    model = paceline.replicate(Fragile())
+    seen = []
+    for place, x in enumerate(loader()):
+        model.breaks = int(place == 5 and rank == 1)
+        for _ in range(2):
+            try:
+                loss_of(model, x).backward()
+                break
+            except ValueError:
+                continue
+            except paceline.PacelineError as error:
+                seen.append(type(error).__name__)
+                break
+        if "RanksDisagree" in seen:
+            break
+    assert seen == (["PeerFailed", "RanksDisagree"], ["RanksDisagree"])[rank]
+
+
+@ranks(2)
+def test_drawing_ahead_beside_evaluations_of_different_lengths_is_no_batch_left_out(rank: int) -> None:
+    model = paceline.replicate(small_model())
+    for place, x in enumerate(one_ahead(loader())):
+        if place % 3 == 2 or place == 9:
+            for _ in loader(2 + rank):
+                pass
+        loss_of(model, x).backward()
+
+
+@ranks(2)
+def test_ranks_may_choose_between_loaders(rank: int) -> None:
+    model = paceline.replicate(small_model())
+    both = [iter(loader(40)), iter(loader(40))]
+    choice = torch.Generator().manual_seed(rank)
+    for _ in range(30):
+        loss_of(model, next(both[int(torch.randint(2, (1,), generator=choice))])).backward()
+
+
+@ranks(2)
+def test_a_look_into_another_loader_does_not_switch_the_check_off(rank: int) -> None:
+    model = paceline.replicate(small_model())
+    with pytest.raises(paceline.RanksDisagree, match="not at the same batch"):
+        for place, x in enumerate(loader(12)):
+            if place == 3 and rank == 0:
+                list(loader(2))
+            if place == 8 and rank == 1:
+                continue
+            loss_of(model, x).backward()

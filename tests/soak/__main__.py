@@ -22,7 +22,7 @@ from tests.soak.reference import Figures, judge
 from tests.soak.strategies import programs
 
 BATCH = 50  # programs of one seed
-SHOW_SECONDS = 1.0
+SHOW_SECONDS = 1.0 if sys.stdout.isatty() else 10.0
 
 Run = Callable[[Program], list[list[Entry]]]
 

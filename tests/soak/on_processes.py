@@ -27,8 +27,8 @@ from tests.soak.interpreter import Entry, run
 from tests.soak.program import Program
 from tests.soak.reference import Mismatch
 
-HANG_SECONDS = 45.0
-GROUP_SECONDS = 30.0  # how long ranks may keep each other waiting
+HANG_SECONDS = 30.0
+GROUP_SECONDS = 15.0  # how long ranks may keep each other waiting
 STACK_SECONDS = 3.0
 EXIT_SECONDS = 5.0
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "paceline", "tests.soak.interpreter"]
