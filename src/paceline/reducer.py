@@ -616,9 +616,10 @@ class Reducer:
         """Tell whether the others know of an exception, and nothing has begun here since."""
         return _told_by(error).get(self.name) == self.step
 
-    def forget_told(self, error: BaseException) -> None:
-        """Hear that an exception was raised anew, be it the same object."""
-        _told_by(error).pop(self.name, None)
+    def forget_told(self, error: BaseException, before: int) -> None:
+        """Hear that an exception was raised anew since a step, be it an object that was raised before."""
+        if _told_by(error).get(self.name, before) <= before:
+            _told_by(error).pop(self.name, None)
 
     def say_goodbye(self) -> None:
         """Say, where that waits for nobody, that no backward follows; ranks that go on are told so."""

@@ -119,6 +119,7 @@ class Replica:
         self._guard()
         self.is_joining = False
         self._changes = module_watch.changes
+        self._forward_began_at = 0  # the step at which the last forward began
         self._buffer_names = names_of(module)
         if self.reducer is not None:
             self.reducer.look_again = self._look_again
@@ -438,9 +439,7 @@ class Replica:
             parameters = [p.detach() for name, p in module.named_parameters() if name not in left_out]
             finish_broadcast(start_broadcast(parameters, self.comm, source))
             if self.reducer is not None:
-                self.reducer.steps.count = (
-                    0  # whatever the ranks have done before, their weights are equal now
-                )
+                self.reducer.steps.count = 0  # the weights are equal now, whatever was done before
 
     # ---- buffers ---------------------------------------------------------------------------------
 
@@ -466,13 +465,14 @@ class Replica:
 
     def _on_forward_begin(self) -> None:
         """Notice changes of the module. Called by a hook of the module."""
+        self._forward_began_at = self.step
         if module_watch.changes != self._changes and self._trains_here():
             self._look_again()
 
     def _on_forward_failed(self, error: BaseException) -> None:
         """Tell the others that no backward is going to follow. Called by a hook of the module."""
         if self.reducer is not None and self._trains_here():
-            self.reducer.forget_told(error)
+            self.reducer.forget_told(error, self._forward_began_at)
             self.reducer.tell_failure(error, "in its forward")
 
     def _trains_here(self) -> bool:
