@@ -16,7 +16,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 BEAT_SECONDS = 0.5  # how often a rank reports
@@ -73,6 +73,8 @@ class Report:
 
 class Reports(ABC):
     """The reports of all ranks of a group."""
+
+    silent_seconds = SILENT_SECONDS
 
     @abstractmethod
     def now(self) -> float:
@@ -140,7 +142,12 @@ class Page:
 
 
 class StoreReports(Reports):
-    """The reports in a store. Only ``beat()`` talks to it, so that nobody who trains waits for it."""
+    """The reports in a store. Only ``beat()`` talks to it, so that nobody who trains waits for it.
+
+    The clocks of several machines differ, so a report is as old as the last change that was seen of it here.
+    """
+
+    silent_seconds = SILENT_SECONDS + 2 * STORE_SECONDS  # on its way in, and out again
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
@@ -148,11 +155,12 @@ class StoreReports(Reports):
         self._size = size
         self._latest: Report | None = None
         self._seen: dict[int, Report] = {}
+        self._written: dict[int, float] = {}  # when, by the clock of the other rank
         self._next = 0.0
         self._wanted_until = 0.0
 
     def now(self) -> float:
-        return time.time()
+        return time.monotonic()
 
     def write(self, report: Report) -> None:
         self._latest = report
@@ -170,7 +178,12 @@ class StoreReports(Reports):
         if now < self._wanted_until:
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([self._key(rank)]):
-                    self._seen[rank] = Report.unpack(self._store.get(self._key(rank)))
+                    self._take(rank, Report.unpack(self._store.get(self._key(rank))))
+
+    def _take(self, rank: int, report: Report) -> None:
+        if report.at != self._written.get(rank):
+            self._written[rank] = report.at
+            self._seen[rank] = replace(report, at=self.now())
 
     def _key(self, rank: int) -> str:
         return f"paceline/report/{rank}"

@@ -101,7 +101,8 @@ class Waiting:
         reports = {} if desk is None else desk.reports.read()
         ages = {} if desk is None else {rank: desk.reports.now() - each.at for rank, each in reports.items()}
         missing, now = self._missing(reports), time.monotonic()
-        view = View(self._patience.rank, self._patience.size, self.place, missing, reports, ages)
+        silent = SILENT_SECONDS if desk is None else desk.reports.silent_seconds
+        view = View(self._patience.rank, self._patience.size, self.place, missing, reports, ages, silent)
         if not view.someone_is_busy:
             self._spent += now - self._last
         self._last = now
@@ -153,6 +154,7 @@ class View:
         missing: Sequence[int],
         reports: Mapping[int, Report],
         ages: Mapping[int, float],
+        silent_seconds: float = SILENT_SECONDS,
     ) -> None:
         self._rank = rank
         self._place = place
@@ -160,9 +162,10 @@ class View:
         self._here = [each for each in range(size) if each not in set(missing)]
         self._reports = reports
         self._ages = ages
+        self._silent_seconds = silent_seconds
 
     def _is_silent(self, rank: int) -> bool:
-        return self._ages.get(rank, 0.0) > SILENT_SECONDS
+        return self._ages.get(rank, 0.0) > self._silent_seconds
 
     def _is_busy(self, rank: int) -> bool:
         # Who has stopped altogether is not busy.
