@@ -1,7 +1,7 @@
 """Weights on a GPU: `PYTHONPATH=src python3 tests/gpu/weights.py`.
 
-A world of one over NCCL, where gradient hooks run on the device thread of autograd. Prints a line per check and
-ends with a non-zero status if one failed.
+A world of one over NCCL, where gradient hooks run on the device thread of autograd. Prints a line per check
+and ends with a non-zero status if one failed.
 """
 
 import copy
