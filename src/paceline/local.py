@@ -118,8 +118,13 @@ class LocalGradients:
 
 
 def has_anything(gradients: Iterable[torch.Tensor | None]) -> bool:
-    """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike everywhere."""
-    return any(g is not None and bool(torch.count_nonzero(_values_of(g.detach()))) for g in gradients)
+    """Tell gradients from the zeros that zero_grad(set_to_none=False) leaves, which are alike everywhere.
+
+    On a GPU the host waits once for all of them.
+    """
+    values = [_values_of(gradient.detach()) for gradient in gradients if gradient is not None]
+    counts = [torch.count_nonzero(each) for each in values]
+    return bool(counts) and bool(torch.stack([count.to(counts[0].device) for count in counts]).any())
 
 
 def _values_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -54,8 +54,6 @@ from paceline.torch_private import engine_watch, module_watch, watch_loaders
 from paceline.weights import read_weight
 from paceline.wiring import Consumer, Joining, Wiring
 
-EXIT_SECONDS = 2.0
-
 M = TypeVar("M", bound=nn.Module)
 
 

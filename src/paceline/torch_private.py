@@ -454,9 +454,6 @@ class _ModuleWatch:
 
         torch.nn.Module.__delattr__ = remove_and_note  # type: ignore[method-assign]
 
-    def note(self) -> None:
-        self.changes += 1
-
     def _note(self, _module: Any, _name: str, value: Any) -> None:
         self.changes += value is not None
 
