@@ -12,7 +12,7 @@ from benchmarks.cycles import estimate, exactly
 from benchmarks.gpu_tasks import Place, Task, gpt, many
 from benchmarks.ranks import on_ranks, say
 from benchmarks.table import Row
-from benchmarks.variants import nothing_promised, without_promises_on
+from benchmarks.variants import without_control, without_promises_on
 
 TASKS: dict[str, Callable[[Place], Task]] = {"GPT 163 M": gpt, "1,000 small tensors": many}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -48,7 +48,7 @@ def _price_on_rank(name: str, place: Place) -> list[tuple[float, float]]:
             start = time.perf_counter()
             for _ in range(place.pick(3, 1)):
                 if turn:
-                    with nothing_promised():
+                    with without_control():
                         steps[turn]()
                 else:
                     steps[turn]()

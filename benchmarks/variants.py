@@ -1,7 +1,7 @@
 """The ways to run a step: bare, with torch's DDP, with paceline, and with paceline less one promise."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -49,7 +49,7 @@ def without_frames(task: Task) -> Variant:
 
     @contextmanager
     def active() -> Iterator[None]:
-        with with_frames.active(), _echoing():
+        with with_frames.active(), without_control():
             yield
 
     return Variant("no frames", with_frames.step, active)
@@ -57,7 +57,7 @@ def without_frames(task: Task) -> Variant:
 
 def without_promises(task: Task) -> Variant:
     """Leave out everything that is compared, watched and guarded by default."""
-    return Variant("no promises", training_step(task, without_promises_on(task.model)), nothing_promised)
+    return Variant("no promises", training_step(task, without_promises_on(task.model)), without_control)
 
 
 def without_promises_on(model: nn.Module) -> nn.Module:
@@ -66,11 +66,6 @@ def without_promises_on(model: nn.Module) -> nn.Module:
     for handle in paceline.replica(model)._forward_handles:
         handle.remove()
     return model
-
-
-def nothing_promised() -> AbstractContextManager[None]:
-    """Leave out the control frames, too."""
-    return _echoing()
 
 
 def training_step(task: Task, model: nn.Module) -> Callable[[], None]:
@@ -95,7 +90,8 @@ def _guarded(reducer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _echoing() -> Iterator[None]:
+def without_control() -> Iterator[None]:
+    """Leave out the control frames: each rank takes its own for everybody's."""
     posted: dict[bytes, bytes] = {}
     size = dist.get_world_size()
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.abandoned import keep
-from paceline.errors import PeerLost, PeerTimeout
+from paceline.errors import PeerLost, PeerTimeout, first_line
 from paceline.memory import Pages
 from paceline.places import here
 from paceline.torch_private import backend_of, sequence_of, timeout_of
@@ -332,7 +332,7 @@ def wait_with(begins: Callable[[], Waiting], work: Any, pause: timedelta = LOOK_
 
 
 def _broken_off(error: RuntimeError) -> PeerLost:
-    text = _first_line(error)
+    text = first_line(error)
     if "timed out" in text.lower():
         return PeerTimeout(
             f"a collective took longer than the process group's timeout: {text}. A rank is stuck or its link "
@@ -342,7 +342,3 @@ def _broken_off(error: RuntimeError) -> PeerLost:
         f"a collective broke off: {text}. A rank has ended or its link is down; look for the first rank that "
         "failed, its own message says why."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -152,3 +152,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def words_of(error: BaseException) -> str:
     """Say what an exception says, with its type, for the other ranks."""
     return f"{type(error).__name__}: {error}"[:WORDS_LIMIT]
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an exception says, less what a library adds below."""
+    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]

@@ -3,8 +3,7 @@
 While all gradients are agreed, the gate costs one address per parameter; only a suspicion looks closer.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,47 +11,35 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import UnsyncedGradients, name_some
 from paceline.local import has_anything
-from paceline.places import ByPlace
+from paceline.places import Sentry
 from paceline.reducer import Reducer
 
 Suspects = Mapping[str, torch.Tensor]
 
 
-class Guard:
+class Guard(Sentry[Reducer]):
     """Stands before every torch optimizer of this process while there are replicas to guard."""
 
     def __init__(self) -> None:
-        self._reducers: ByPlace[Reducer] = ByPlace()
+        super().__init__()
         self._handle: Any = None
-        self._is_held = False
 
     def add(self, reducer: Reducer) -> None:
         """Let no optimizer step on unsynced gradients of this reducer."""
-        self._reducers.add(reducer)
+        self._items.add(reducer)
         self._stand()
 
     def remove(self, reducer: Reducer) -> None:
         """Stop guarding a reducer."""
-        self._reducers.discard(reducer)
+        self._items.discard(reducer)
         self._leave_if_idle()
-
-    @contextmanager
-    def standing(self) -> Iterator[None]:
-        """Stay for as long as the block runs: torch's hooks must not change while other threads step."""
-        self._is_held = True
-        self._stand()
-        try:
-            yield
-        finally:
-            self._is_held = False
-            self._leave_if_idle()
 
     def _stand(self) -> None:
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._on_step)
 
-    def _leave_if_idle(self) -> None:
-        if not self._is_held and not self._reducers and self._handle is not None:
+    def _leave(self) -> None:
+        if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
@@ -74,7 +61,7 @@ class Guard:
         return args, {**kwargs, "closure": closure_then_check}
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        for reducer in self._reducers.here():
+        for reducer in self._items.here():
             check_step(reducer, optimizer)
 
 

@@ -7,6 +7,7 @@ that ranks that are threads of one process do not hear of each other.
 import contextlib
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -77,3 +78,34 @@ class ByPlace(Generic[T]):
         """Tell whether there is an item at any place."""
         with self._lock:
             return any(len(items) for items in self._sets.values())
+
+
+class Sentry(ABC, Generic[T]):
+    """Stands somewhere in torch for as long as there is an item at any place, or a block asks for it."""
+
+    def __init__(self) -> None:
+        self._items: ByPlace[T] = ByPlace()
+        self._is_held = False
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Stand for as long as the block runs, whoever comes and goes on other threads."""
+        self._is_held = True
+        self._stand()
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self._leave_if_idle()
+
+    def _leave_if_idle(self) -> None:
+        if not self._is_held and not self._items:
+            self._leave()
+
+    @abstractmethod
+    def _stand(self) -> None:
+        """Take the place, if it is not taken."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Leave it, if it is taken."""

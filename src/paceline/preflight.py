@@ -20,7 +20,7 @@ from torch.distributed import DistError
 
 from paceline.board import Board, board_of, wait_until
 from paceline.comm import Comm, GroupComm, Pending
-from paceline.errors import PeerLost, name_ranks
+from paceline.errors import PeerLost, first_line, name_ranks
 from paceline.hosts import this_place
 from paceline.link_faults import Fault, How, communication_fault
 from paceline.torch_private import backend_of
@@ -57,7 +57,7 @@ def preflight(comm: Comm, module: object) -> None:
         _Preflight(comm, board_of(comm, f"preflight {number}"), _devices_of(module)).run()
     except DistError as error:
         raise PeerLost(
-            f"the store of the process group does not answer: {_first_line(error)}. The process that hosts "
+            f"the store of the process group does not answer: {first_line(error)}. The process that hosts "
             "it has ended, or its machine cannot be reached."
         ) from error
     _passed.add(comm.group)
@@ -160,7 +160,7 @@ class _Preflight:
         except Exception as error:
             self._refuse_absence(error)
             self._is_stopped = True
-            self._note(collective, device, "raised", _first_line(error.__cause__ or error))
+            self._note(collective, device, "raised", first_line(error.__cause__ or error))
 
     def _note(self, collective: str, device: torch.device, how: How, words: str) -> None:
         backend = backend_of(self._comm.group, device.type) or "an unknown backend"
@@ -201,7 +201,7 @@ class _Preflight:
         if board is None or wait_until(lambda: board.is_full("here"), lambda: GRACE_SECONDS / 2):
             return
         missing = sorted(set(range(self._comm.size)) - board.notes("here").keys())
-        why = f": {_first_line(error.__cause__ or error)}" if error else ""
+        why = f": {first_line(error.__cause__ or error)}" if error else ""
         raise PeerLost(
             f"{name_ranks(missing)} did not come to replicate the model{why}. Look for the first rank that "
             "failed, its own message says why; if it is only slow, give the process group a longer timeout.",
@@ -305,10 +305,6 @@ def _devices_of(module: object) -> dict[str, torch.device]:
         return {}
     tensors = (*module.buffers(), *module.parameters())
     return {tensor.device.type: tensor.device for tensor in tensors}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
 
 
 def _is_cuda_used() -> bool:

@@ -19,8 +19,8 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import Variable
 
-from paceline.places import ByPlace, here
+from paceline.places import Sentry, here
 
 Node = torch.autograd.graph.Node
 CFuture = torch._C.Future  # what a collective's get_future() returns
@@ -248,7 +248,7 @@ class BackwardListener(Protocol):
         """Settle with the other ranks that the backward raised. Every listener has been told before."""
 
 
-class _EngineWatch:
+class _EngineWatch(Sentry[Any]):
     """Stands at the one Python door of the autograd engine while somebody listens.
 
     The engine's own callbacks tell when a backward has ended. They stay silent when it raises, and a callback
@@ -257,43 +257,31 @@ class _EngineWatch:
     """
 
     def __init__(self) -> None:
-        self._listeners: ByPlace[Any] = ByPlace()
+        super().__init__()
         self._depth = threading.local()
         self._ending: dict[int, list[Any]] = {}
         self._entry: Callable[..., Any] | None = None
-        self._is_held = False
 
     def add(self, listener: BackwardListener) -> None:
-        self._listeners.add(listener)
+        self._items.add(listener)
         here().has_come(listener)
         self._stand()
 
     def remove(self, listener: BackwardListener) -> None:
-        place = self._listeners.discard(listener)
+        place = self._items.discard(listener)
         if place is not None:
             place.has_gone(listener)
         self.forget(listener)
         self._leave_if_idle()
-
-    @contextmanager
-    def standing(self) -> Iterator[None]:
-        """Stand at the door for as long as the block runs, whoever comes and goes on other threads."""
-        self._is_held = True
-        self._stand()
-        try:
-            yield
-        finally:
-            self._is_held = False
-            self._leave_if_idle()
 
     def _stand(self) -> None:
         if self._entry is None:
             self._entry = getattr(torch.autograd, _DOOR)
             setattr(torch.autograd, _DOOR, self._run)
 
-    def _leave_if_idle(self) -> None:
+    def _leave(self) -> None:
         # Somebody may have wrapped us in turn; then the door stays ours, and costs nothing.
-        if not self._is_held and not self._listeners and getattr(torch.autograd, _DOOR) == self._run:
+        if getattr(torch.autograd, _DOOR) == self._run:
             setattr(torch.autograd, _DOOR, self._entry)
             self._entry = None
 
@@ -331,7 +319,7 @@ class _EngineWatch:
 
     def in_order(self) -> list[Any]:
         """Return the listeners of this place, in the order of their names: the same on every rank."""
-        return sorted(self._listeners.here(), key=_name_of)
+        return sorted(self._items.here(), key=_name_of)
 
     @staticmethod
     def inside() -> bool:
@@ -370,14 +358,14 @@ class _EngineWatch:
     def _run_nested(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         assert self._entry is not None
         self._depth.value = getattr(self._depth, "value", 0) + 1
-        for listener in self._listeners.here():
+        for listener in self._items.here():
             listener.on_nested_begin()
         try:
             return self._entry(outputs, *args, **kwargs)
         finally:
             self._depth.value -= 1
             if not self._depth.value:
-                for listener in self._listeners.here():
+                for listener in self._items.here():
                     listener.on_nested_end()
 
 
