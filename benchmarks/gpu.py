@@ -113,13 +113,13 @@ def measure_gpt(place: Place) -> list[Row]:
     turns = {name: _stepper(place, wrap) for name, wrap in variants(place).items()}
     samples = interleave(turns, cycles=place.pick(20, 2), warm_up=2)
     times = medians(samples)
-    ratios = {name: _ratio(samples, name, "bare") for name in samples if name != "bare"}
+    ratios = {name: ratio_of(samples, name, "bare") for name in samples if name != "bare"}
     best = min(TORCH_FLAGS, key=lambda name: times[name])
     note = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times.items())
     raw = {"median_seconds": times, "over_bare": {name: ratio.median for name, ratio in ratios.items()}}
     return [
         Row(13, "GPT 163 M: step, ours / bare", ratios["paceline"], "<= 1.01", note, raw),
-        Row(0, f"GPT 163 M: step, ours / {best}", _ratio(samples, "paceline", best), "<= 1.0", "no bar"),
+        Row(0, f"GPT 163 M: step, ours / {best}", ratio_of(samples, "paceline", best), "<= 1.0", "no bar"),
     ]
 
 
@@ -145,7 +145,7 @@ def _stepper(place: Place, wrap: Wrap) -> Callable[[], float]:
     return turn
 
 
-def _ratio(samples: dict[str, list[float]], name: str, other: str) -> Estimate:
+def ratio_of(samples: dict[str, list[float]], name: str, other: str) -> Estimate:
     return estimate([a / b for a, b in zip(samples[name], samples[other], strict=True)])
 
 
@@ -238,10 +238,10 @@ def _peak(place: Place, wrap: Wrap) -> tuple[float, float, float]:
         optimizer.zero_grad()
     place.wait()
     peak, held = torch.cuda.max_memory_allocated() / MIB, torch.cuda.memory_allocated() / MIB
-    return peak, held, _largest_bucket(model)
+    return peak, held, largest_bucket(model)
 
 
-def _largest_bucket(model: nn.Module) -> float:
+def largest_bucket(model: nn.Module) -> float:
     try:
         return max(bucket.nbytes for bucket in paceline.replica(model).plan.buckets) / MIB
     except ValueError:
@@ -295,10 +295,10 @@ def _kernels(place: Place, model: nn.Module, task: Task) -> Counter[str]:
         once()  # the profiler's own start is not in the count
     with torch.profiler.profile(activities=activities) as profiler:
         once()
-    return _on_device(profiler)
+    return on_device(profiler)
 
 
-def _on_device(profiler: Any) -> Counter[str]:
+def on_device(profiler: Any) -> Counter[str]:
     # The trace names what an event is; the profiler's own list mixes annotations with kernels.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")

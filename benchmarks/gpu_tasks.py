@@ -37,10 +37,10 @@ class Task:
     loss: Callable[[nn.Module], torch.Tensor]
 
 
-def gpt(place: Place) -> Task:
+def gpt(place: Place, rows: int = 32) -> Task:
     """163 M parameters, batch 32 of 1024 tokens, computed in bf16."""
     torch.manual_seed(0)
-    vocab, length, batch = place.pick(50304, 64), place.pick(1024, 8), place.pick(32, 2)
+    vocab, length, batch = place.pick(50304, 64), place.pick(1024, 8), place.pick(rows, 2)
     model = GPT(
         vocab=vocab,
         width=place.pick(768, 32),

@@ -50,11 +50,11 @@ def _measure(
 ) -> Samples:
     say(f"  {name}: {seconds:.0f} s on {RANKS} ranks")
     samples = merge(on_ranks(RANKS, cycles_of, variants, name, seconds, tiny))
-    say(f"    kept {samples.kept}; ms a step: " + _listed(samples))
+    say(f"    kept {samples.kept}; ms a step: " + listed(samples))
     return samples
 
 
-def _listed(samples: Samples) -> str:
+def listed(samples: Samples) -> str:
     wall, cpu = samples.medians.values()
     return ", ".join(f"{name} {1e3 * wall[name]:.2f} (CPU {1e3 * cpu[name]:.2f})" for name in wall)
 

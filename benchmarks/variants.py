@@ -36,7 +36,7 @@ def ours(task: Task, name: str = "paceline") -> Variant:
     model = paceline.replicate(task.model)
     reducer = paceline.replica(model).reducer
     guard.remove(reducer)
-    return Variant(name, training_step(task, model), lambda: _guarded(reducer))
+    return Variant(name, training_step(task, model), lambda: guarded(reducer))
 
 
 def without_guard(task: Task) -> Variant:
@@ -80,7 +80,7 @@ def training_step(task: Task, model: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def _guarded(reducer: Any) -> Iterator[None]:
+def guarded(reducer: Any) -> Iterator[None]:
     # The gate looks at every optimizer of the process, so the other variants would pay for it too.
     guard.add(reducer)
     try:

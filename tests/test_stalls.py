@@ -151,7 +151,7 @@ def test_a_slow_compilation_is_named(rank: int, tmp_path: Path) -> None:
 
     lines = hear_of_a_slow_rank(rank, tmp_path, slow, "compiling, test_stalls.py:")
 
-    assert rank == 1 or "rank 1 is missing: compiling, test_stalls.py:" in lines[-1]
+    assert rank == 1 or "rank 1 is busy: compiling, test_stalls.py:" in lines[-1]
 
 
 class Unhurried:
@@ -461,6 +461,28 @@ def test_busy_stops_the_clock_for_the_others(rank: int, tmp_path: Path) -> None:
     if rank == 0:
         assert "rank 1 is busy: evaluating, test_stalls.py:" in lines[0]
         assert lines[0].endswith("; the clock stands still meanwhile")
+
+
+@ranks(2)
+def test_a_compilation_stops_the_clock_for_the_others(rank: int, tmp_path: Path) -> None:
+    model = paceline.replicate(nn.Linear(4, 4), timeout_seconds=1, **SHORT)
+    told = Told(tmp_path)
+
+    def slow_backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        told.tell("compiling")
+        time.sleep(2.5)  # longer than the others wait for who does not compile
+        return graph.forward
+
+    forward = torch.compile(model, backend=slow_backend) if rank else model
+    with listening() as lines:
+        if rank == 0:
+            told.wait("compiling")
+        forward(ones(rank)).sum().backward()
+
+    assert (model.weight.grad == 1.5).all()
+    if rank == 0:
+        [line] = [line for line in lines if "rank 1 is busy: compiling, test_stalls.py:" in line]
+        assert line.endswith("; the clock stands still meanwhile")
 
 
 @ranks(2)

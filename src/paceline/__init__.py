@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline import compile as compile
+    from paceline.checking import check as check
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
     from paceline.doors import accumulate as accumulate
     from paceline.doors import audit as audit
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "paceline.checking": ["check"],
     "paceline.ddp": ["DistributedDataParallel"],
     "paceline.doors": ["accumulate", "audit", "batch", "busy", "no_sync", "replicate", "skip", "weight"],
     "paceline.errors": [
@@ -68,6 +71,8 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "compile":
+        return importlib.import_module("paceline.compile")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -16,14 +16,16 @@ import torch
 
 from paceline.places import here
 
+COMPILING = "compiling"
 PHASES = {  # by what stands in a file's name after torch's folder
     "utils/data/": "loading data",
-    "_dynamo/convert_frame.py": "compiling",
-    "_dynamo/symbolic_convert.py": "compiling",
-    "_dynamo/output_graph.py": "compiling",
-    "_inductor/compile_fx.py": "compiling",
-    "_inductor/async_compile.py": "compiling",
-    "_inductor/codecache.py": "compiling",
+    "_dynamo/convert_frame.py": COMPILING,
+    "_dynamo/symbolic_convert.py": COMPILING,
+    "_dynamo/output_graph.py": COMPILING,
+    "_functorch/_aot_autograd/graph_compile.py": COMPILING,
+    "_inductor/compile_fx.py": COMPILING,
+    "_inductor/async_compile.py": COMPILING,
+    "_inductor/codecache.py": COMPILING,
     "optim/": "optimizer",
     "autograd/graph.py": "backward",
     "distributed/checkpoint/state_dict_saver.py": "saving",

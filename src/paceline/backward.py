@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.accumulation import accumulate
 from paceline.buffers import Turn
 from paceline.comm import Comm, Pending
 from paceline.errors import PacelineError, RanksDisagree
@@ -51,7 +52,15 @@ class TooLate(Exception):
 class LocalBackward:
     """A backward inside ``no_sync()``: it only notes what now differs between the ranks."""
 
-    def __init__(self, local: set[int], tree: Tree | None = None, *, counts: bool = True) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        local: set[int],
+        tree: Tree | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
+        self._parameters = parameters
         self._local = local
         self._tree = tree
         self._counts = counts
@@ -59,6 +68,15 @@ class LocalBackward:
     def arrived(self, parameter: int) -> None:
         if self._counts:
             self._local.add(parameter)
+
+    def has_seen(self, parameter: int) -> bool:
+        return parameter in self._local
+
+    def take(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Keep gradients that a compiled backward has computed."""
+        accumulate([self._parameters[index] for index in indices], gradients)
+        for index in indices:
+            self.arrived(index)
 
     def finish(self) -> None:
         """Add up what has come, where that is not left to autograd."""
@@ -182,6 +200,59 @@ class SyncedBackward:
         if (is_next or self._is_due) and not self._sending:
             self._send_complete()
 
+    def has_seen(self, parameter: int) -> bool:
+        """Tell whether a gradient has arrived."""
+        return parameter in self._seen
+
+    def take(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Take gradients out of the middle of a compiled backward, before autograd has them.
+
+        They are copied: compiled code uses their memory again.
+        """
+        self.hide()  # autograd may come by later, with more for the same parameters
+        pairs = list(zip(indices, gradients, strict=True))
+        again = [pair for pair in pairs if pair[0] in self._seen]
+        straight = [pair for pair in pairs if self._goes_straight(*pair)]
+        known = {index for index, _ in (*again, *straight)}
+        # What comes again is added before anything goes out.
+        self._accumulate(again)
+        self._accumulate([pair for pair in pairs if pair[0] not in known])
+        self._pack(straight)
+
+    def _accumulate(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if not pairs:
+            return
+        parameters = [self._layout.parameters[index] for index, _ in pairs]
+        accumulate(parameters, [gradient for _, gradient in pairs])
+        for index, _ in pairs:
+            self.arrived(index)
+
+    def _pack(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Put gradients into their buckets."""
+        places: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        for index, gradient in pairs:
+            place, position = self._layout.place_of(index)
+            positions, gradients = places.setdefault(place, ([], []))
+            positions.append(position)
+            gradients.append(gradient)
+        with torch.no_grad():
+            for place, (positions, gradients) in places.items():
+                self._packets[place].take_given(positions, gradients)
+        for index, _ in pairs:
+            self.arrived(index)
+
+    def _goes_straight(self, index: int, gradient: torch.Tensor) -> bool:
+        """Tell whether a gradient can be put into its bucket without being a ``.grad`` first."""
+        place, _ = self._route.get(index, NOWHERE)
+        return (
+            place >= 0
+            and not self._hold
+            and index not in self._seen
+            and index not in self._held
+            and self._layout.parameters[index].grad is None
+            and self._packets[place].shelf.fits(gradient)
+        )
+
     def _is_partial(self, parameter: int) -> bool:
         """Tell whether a gradient has to be added to other micro-batches' before it goes out."""
         return self._tree is not None and self._tree.holds(parameter)
@@ -207,11 +278,11 @@ class SyncedBackward:
     def _arrived_again(self, parameter: int) -> None:
         """Note a second gradient; from now on its bucket waits for the end of a backward."""
         self._held.add(parameter)
-        place, position = self._layout.route[parameter]
-        if place < 0:
+        if self._layout.route[parameter][0] < 0:
             return
+        place, position = self._layout.place_of(parameter)
         if self._hold or place >= len(self._flights):
-            if position is not None and not self._hold and not self._is_partial(parameter):
+            if self._packets[place].holds(position):
                 self._packets[place].take(position, hide=self._hidden)  # adds to what was taken before
         elif self._hidden and parameter not in self.settled:
             self._late.add(parameter)

@@ -45,6 +45,7 @@ class BufferSync:
     ) -> None:
         self._comm = comm
         self._places = _places(module, policies or Policies(), left_out)
+        self.after_backward_too: frozenset[Policy] = frozenset()  # compiled code cannot do it earlier
         self._every = sorted(
             {place.policy for place in self._places if isinstance(place.policy, int)}, reverse=True
         )
@@ -91,6 +92,7 @@ class BufferSync:
         ``with_forward`` also takes what is due around a forward.
         """
         due: set[Policy] = {"after_backward", *(k for k in self._every if (step + 1) % k == 0)}
+        due |= self.after_backward_too
         places = self._due(due | FORWARD if with_forward else due)
         return Turn(places, self._comm) if places else None
 

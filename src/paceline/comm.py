@@ -266,10 +266,10 @@ def comm_over(group: dist.ProcessGroup | None) -> Comm:
                 "this rank is not in the process group that was given; replicate only on the ranks of the "
                 "group"
             )
-        return GroupComm(group)
+        return here().over(group) or GroupComm(group)
     if dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None
-        return GroupComm(dist.group.WORLD)
+        return here().over(dist.group.WORLD) or GroupComm(dist.group.WORLD)
     return SoloComm()
 
 

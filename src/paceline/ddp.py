@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from paceline.agreement import or_refuse
 from paceline.buffer_hooks import BufferHook
-from paceline.buffer_policies import Policies
+from paceline.buffer_policies import Policies, Policy
 from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm, GroupComm
 from paceline.ddp_arguments import caps_from, delayed_names, deprecated, move_to, single_device, syncs_buffers
@@ -28,6 +28,7 @@ from paceline.fused_optim import StepEach, StepInBackward
 from paceline.hooks import FromTorch, Hook, average, in_dtype
 from paceline.joining import WrapperJoin, WrapperJoinHook, join, last_of
 from paceline.logging_data import Notes, logging_data
+from paceline.places import here
 from paceline.precision import Precision
 from paceline.reducer import Reducer
 from paceline.remote import current_context
@@ -42,6 +43,8 @@ from paceline.torch_names import (
 )
 from paceline.torch_private import take_over_optimizers
 from paceline.wiring import Joining
+
+WHEN_ASKED: frozenset[Policy] = frozenset({"before_saving"})
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -141,6 +144,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         earlier = self._earlier(self.module)
         self._replica: Replica | None = Replica(self.module, comm, self._settings, original, earlier)
         self._replica.wrapper = weakref.ref(self)
+        if self._engine is not None:
+            self._engine.before_first = weakref.WeakMethod(self._take_over_optimizers)
         self.require_backward_grad_sync = self._sync_by_default
         if self._settings.precision is not None:
             mark_precision(self.module, self._settings.precision.param, self._settings.left_out)
@@ -211,17 +216,36 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; buffers are made equal first, as torch does."""
+        if torch.compiler.is_compiling():
+            return self._forward_in_trace(*inputs, **kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"), self._timed():
             output = self._run_ddp_forward(*inputs, **kwargs)
         return self._post_forward(output)
 
+    def _forward_in_trace(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module inside compiled code, where nothing can be exchanged.
+
+        Buffers are made equal at the end of the backward before, in place of before the forward.
+        """
+        if self._replica is None or self._join_config.enable or self._buffer_hook:
+            self._prepare_eagerly()
+        elif self.forward_sync_buffers:
+            self._replica.buffers.after_backward_too = WHEN_ASKED
+        if self.device_ids:
+            inputs, kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+        return self._run_ddp_forward(*inputs, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _prepare_eagerly(self) -> None:
+        """Do before a forward what compiled code cannot do; this breaks the graph."""
+        self._pre_forward()
+
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Prepare a forward, and move its inputs to the device."""
         if self._replica is None and torch.is_grad_enabled():
             self._attach(comm_for(self._group.group, None, self.module))
-        if not self._lazy_init_ran:
-            self._take_over_optimizers()
+        self._take_over_optimizers()
         if self._engine is not None:
             self._engine.note_context(current_context())
         self._before_forward()
@@ -294,7 +318,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         A hook of paceline's own goes to ``paceline.replica(model).set_hook(hook)``.
         """
-        if self._is_rehearsed:
+        if self._is_rehearsed and not here().is_pretended:
             raise ValueError(
                 "a hook in torch's form communicates over a process group, and a rehearsal has none; "
                 "rehearse with one of paceline.hooks"
@@ -335,9 +359,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _take_over_optimizers(self) -> None:
         """Let optimizers that torch has put into backward wait for the reduced gradients."""
-        self._lazy_init_ran = True
-        if self._replica is None:
+        if self._lazy_init_ran or self._replica is None:
             return
+        self._lazy_init_ran = True
         optimizers = take_over_optimizers(self._replica.parameters())
         if optimizers and self._engine is not None:
             self._live_replica().set_consumer(StepEach(optimizers))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paceline.nested import map_tensors
+from paceline.places import here
 from paceline.plan import Caps
 from paceline.settings import check_names
 
@@ -55,7 +56,7 @@ def single_device(
     output_device: int | torch.device | None,
 ) -> tuple[list[int] | None, int | None]:
     """Check torch's device arguments: one GPU that holds the whole module, or nothing."""
-    if not device_ids and output_device is None:
+    if (not device_ids and output_device is None) or here().is_pretended:
         return None, None
     devices = sorted({str(p.device) for p in module.parameters()})
     if not device_ids or len(device_ids) != 1 or len(devices) != 1 or devices[0] == "cpu":

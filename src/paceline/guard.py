@@ -43,6 +43,7 @@ class Guard(Sentry[Reducer]):
             self._handle.remove()
             self._handle = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Look before each step of any optimizer. Called by torch on the thread that steps."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -11,15 +11,22 @@ from torch import nn
 
 
 class ModuleHook:
-    """A forward hook of one module. A copy that shares its hooks, or has copies of them, is left alone."""
+    """A forward hook of one module. A copy that shares its hooks, or has copies of them, is left alone.
 
-    def __init__(self, module: nn.Module, act: Callable[[], None]) -> None:
+    In compiled code, where nothing can be exchanged, something else is done: ``act_traced``.
+    """
+
+    def __init__(
+        self, module: nn.Module, act: Callable[[], None], act_traced: Callable[[], None] | None = None
+    ) -> None:
         self._module = weakref.ref(module)
         self._act = act
+        self._act_traced = act_traced or _do_nothing
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if module is self._module():
+        if torch.compiler.is_compiling():
+            self._act_traced()
+        elif module is self._module():
             self._act()
 
     def __reduce__(self) -> Any:
@@ -28,26 +35,22 @@ class ModuleHook:
 
 
 def around_forward(
-    module: nn.Module, before: Callable[[], None] | None, after: Callable[[], None] | None
+    module: nn.Module,
+    before: Callable[[], None] | None,
+    after: Callable[[], None] | None,
+    traced: Callable[[], None],
 ) -> list[Any]:
     """Have functions called before and after each forward of a module; return the handles to remove.
 
-    First and last in line: what other hooks do to the module belongs to its forward.
+    First and last in line: what other hooks do to the module belongs to its forward. In compiled code
+    ``traced`` is called in their place.
     """
     handles: list[Any] = []
     if before is not None:
-        handles.append(module.register_forward_pre_hook(ModuleHook(module, before), prepend=True))
+        handles.append(module.register_forward_pre_hook(ModuleHook(module, before, traced), prepend=True))
     if after is not None:
-        handles.append(module.register_forward_hook(ModuleHook(module, after)))
+        handles.append(module.register_forward_hook(ModuleHook(module, after, traced)))
     return handles
-
-
-class ForwardWatch(ModuleHook):
-    """Looks at how a forward begins or ends, outside of compiled code, where it leaves no trace."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and module is self._module():
-            self._act()
 
 
 class FailureWatch(ModuleHook):
@@ -77,7 +80,7 @@ def watch_forward(
 ) -> list[Any]:
     """Have functions called when a forward begins, and when it has raised; return the handles to remove."""
     return [
-        module.register_forward_pre_hook(ForwardWatch(module, begins), prepend=True),
+        module.register_forward_pre_hook(ModuleHook(module, begins), prepend=True),
         module.register_forward_hook(FailureWatch(module, failed), always_call=True),
     ]
 

@@ -51,6 +51,11 @@ class Planner:
         self.missing, self._wishes = None, self.first_wishes
         self.plan_from_scratch()
 
+    def set_caps(self, caps: Caps) -> None:
+        """Plan with other bucket sizes, in the order that is known."""
+        self._caps = caps
+        self._take(self._plan_for(self.plan.basis))
+
     def notice_changes(self) -> None:
         """Plan anew if parameters were frozen or unfrozen; every rank does so at the same backward."""
         if self.is_disputed:

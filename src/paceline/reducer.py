@@ -8,7 +8,7 @@ surrounds backward().
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ class Reducer:
         self._changes = 0  # of the module, that all ranks have agreed on; each has counted as a step
         self.sync = True  # no_sync() switches it off
         self.look_again: Look = _do_nothing  # at the module, before a reduced backward
+        self.before_first: Callable[[], Callable[[], None] | None] | None = (
+            None  # what to do before a backward
+        )
         self.steps = StepCount(self._parameters)  # of optimizers
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
         self.context: Context | None = None  # of distributed autograd, if the next backward is its
@@ -93,6 +96,7 @@ class Reducer:
         # Frozen parameters too: if one is unfrozen later, its first gradient has to be noticed. The nodes
         # are kept because the hooks live and die with them.
         self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
+        self._by_node = {node: index for index, node in enumerate(self._nodes)}
         self._handles = [node.register_hook(self._on_gradient_of(i)) for i, node in enumerate(self._nodes)]
         self._tree = Tree(self._parameters, self._names) if self._wiring.deterministic else None
         if self._tree is not None:
@@ -102,12 +106,13 @@ class Reducer:
         self._addresses = self._addresses_now()
 
     def _on_gradient_of(self, index: int) -> Callable[[Any, Any], None]:
-        def on_gradient(_inputs: Any, _outputs: Any) -> None:
+        def on_gradient(_inputs: Any, outputs: Any) -> None:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
             if backward is None:
                 backward = self._open(index)
-            backward.arrived(index)
+            if outputs[0] is not None or not backward.has_seen(index):
+                backward.arrived(index)
 
         return on_gradient
 
@@ -171,14 +176,34 @@ class Reducer:
 
     # ---- a backward ------------------------------------------------------------------------------
 
-    def _open(self, first: int) -> SyncedBackward | LocalBackward:
-        """Start a backward. Called by the hook of its first gradient."""
+    @property
+    def may_take(self) -> bool:
+        """Whether gradients may be taken out of the middle of a compiled backward."""
+        return self._tree is None and self.context is None
+
+    def take(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Take gradients out of the middle of a compiled backward. Called by the thread that computes them.
+
+        Autograd comes by afterwards with nothing for these parameters, or with more.
+        """
+        backward = self._backward
+        if backward is None:
+            backward = self._open(indices[0], is_taken=True)
+        backward.take(indices, gradients)
+
+    @property
+    def nodes(self) -> Mapping[Any, int]:
+        """The parameters by the autograd nodes that write their gradients."""
+        return self._by_node
+
+    def _open(self, first: int, *, is_taken: bool = False) -> SyncedBackward | LocalBackward:
+        """Start a backward, with its first gradient: autograd has written it, or it is to be taken."""
         backward: SyncedBackward | LocalBackward
         if self.context is not None and not self.context.holds(self._parameters[first]):
             self.context = None  # an ordinary backward inside of it
         # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
         self._is_remote = self.context is not None or (
-            self._parameters[first].grad is None and agent_is_set()
+            self._parameters[first].grad is None and not is_taken and agent_is_set()
         )
         self._local.note_backward(is_reduced=self.wants_sync)
         for rider in self._wiring.riders:
@@ -189,7 +214,7 @@ class Reducer:
                 backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
         else:
             backward = self._backward = LocalBackward(
-                self._local.indices, self._tree, counts=self._local.counts
+                self._parameters, self._local.indices, self._tree, counts=self._local.counts
             )
             self.recorder.counts_local()
         self._arm()
@@ -416,6 +441,10 @@ class Reducer:
     def on_backward_begin(self, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener."""
         self._closed = False
+        if self.before_first is not None:
+            act, self.before_first = self.before_first(), None
+            if act is not None:
+                act()
         trainer.runs_backward()
         self.recorder.backward_begins()
         for rider in self._wiring.riders:
@@ -665,6 +694,12 @@ class Reducer:
             old.unbind()
         self._planner.set_hook(hook)
 
+    def set_caps(self, caps: Caps) -> None:
+        """Take buckets of other sizes, from the next backward on, at the same point on every rank."""
+        self.check_may_change("the bucket size")
+        self._caps = caps
+        self._planner.set_caps(caps)
+
     def set_consumer(self, consumer: Consumer | None) -> None:
         """Have an optimizer step inside backward, from the next backward on."""
         self.check_may_change("the optimizer")
@@ -803,7 +838,7 @@ class Reducer:
         engine_watch.remove(self)
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles, self._nodes, self._by_node = [], [], {}
         if isinstance(self._wiring.hook, StatefulHook):
             self._wiring.hook.unbind()
 

@@ -18,9 +18,10 @@ from torch import nn
 from paceline import auditing, finite
 from paceline.activity import trainer
 from paceline.agreement import agree_to_start, traits_of
-from paceline.buffer_policies import Policy
+from paceline.buffer_policies import FORWARD, Policy
 from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
 from paceline.comm import Comm, comm_over, group_of_mesh
+from paceline.compile.installing import install as get_ready_to_compile
 from paceline.control import Control, control_over
 from paceline.explain import explain
 from paceline.facts import facts_of
@@ -41,6 +42,7 @@ from paceline.reporter import reporter
 from paceline.riders import Rider
 from paceline.settings import (
     Settings,
+    caps_of,
     check_beside_optimizer,
     check_deterministic,
     check_hook,
@@ -51,6 +53,7 @@ from paceline.settings import (
 from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
 from paceline.torch_private import engine_watch, module_watch, watch_loaders
+from paceline.warming import total_of, warm_up
 from paceline.weights import read_weight
 from paceline.wiring import Consumer, Joining, Wiring
 
@@ -80,6 +83,7 @@ class Replica:
             rest_at_exit()
             module_watch.start()
             watch_loaders()
+            get_ready_to_compile()
         watched = watched_in(module, settings.left_out)
         if original is None:
             agree_on_hook(settings.hook, watched, comm)
@@ -210,6 +214,25 @@ class Replica:
             raise TypeError(f"busy() takes a few words that say what this rank does, got {what!r}")
         return reporter.busy(what) if self.size > 1 else _nothing()
 
+    def warmup(
+        self,
+        *inputs: Any,
+        forward: Callable[..., Any] | None = None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Run a forward and a backward that leave nothing behind, so that everything is compiled afterwards.
+
+        A collective: it returns when all ranks have done so. ``forward`` is what is called with the inputs
+        (default: the replicated module; give what torch.compile() returned), ``loss`` makes a number of its
+        output (default: the sum of all outputs).
+        """
+        module = self._module()
+        assert module is not None
+        with self.busy("compiling"):
+            run = module if forward is None else forward  # what is compiled may have a length, and no truth
+            warm_up(module, self.reducer, run, total_of if loss is None else loss, inputs, kwargs)
+
     def batch(self) -> AbstractContextManager[None]:
         """Put this around what is done with one batch, up to its backward: exactly that is checked.
 
@@ -313,6 +336,18 @@ class Replica:
         if self.reducer.wiring.consumer is not None:
             check_beside_optimizer(hook, self.settings.unused)
         self.reducer.set_hook(hook)
+
+    def set_buckets(
+        self, bucket_mb: float | Sequence[float], *, first_bucket_mb: float | None = None
+    ) -> None:
+        """Take buckets of other sizes, between two steps and at the same point on every rank.
+
+        Compiled code stays as it is.
+        """
+        caps = caps_of(bucket_mb, first_bucket_mb)
+        self.settings = dataclasses.replace(self.settings, caps=caps)
+        if self.reducer is not None:
+            self.reducer.set_caps(caps)
 
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, *, per: Per = "bucket", max_norm: float | None = None
@@ -456,7 +491,7 @@ class Replica:
             functools.partial(self._on_forward, when) if when in policies and self.size > 1 else None
             for when in ("before_forward", "after_forward")
         )
-        handles = around_forward(module, before, after)
+        handles = around_forward(module, before, after, self._on_traced_forward)
         if self.reducer is not None and self.size > 1:
             handles += watch_forward(module, self._on_forward_begin, self._on_forward_failed)
         return handles
@@ -518,6 +553,10 @@ class Replica:
         new += [b for name, b in module.named_buffers() if name not in before and name not in own]
         if self.settings.take_state and new:
             finish_broadcast(start_broadcast(new, self.comm))
+
+    def _on_traced_forward(self) -> None:
+        """Have the buffers made equal at the end of the backward. Called inside compiled code."""
+        self.buffers.after_backward_too = FORWARD
 
     def _on_forward(self, when: Policy) -> None:
         """Make the buffers equal that are due. Called by a hook of the module, around its forward.
@@ -593,13 +632,24 @@ reporter.progress = _progress
 
 
 def replica(module: nn.Module) -> Replica:
-    """Return the handle of a replicated module, or of the module inside a DistributedDataParallel."""
-    found = _replicas.get(id(module)) or _replicas.get(id(getattr(module, "module", None)))
+    """Return the handle of a replicated module, also from what it is wrapped in.
+
+    That may be a DistributedDataParallel, or what torch.compile() returns.
+    """
+    found = next((_replicas[id(each)] for each in _unwrapped(module) if id(each) in _replicas), None)
     if found is None:
         raise ValueError(
             f"this {type(module).__name__} is not replicated; call paceline.replicate(module) first"
         )
     return found
+
+
+def _unwrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, and what is inside of it: of compiled ones, and of wrappers."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        yield inner
+        inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
 
 
 def replicas_beside(control: Control) -> list[Replica]:

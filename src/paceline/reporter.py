@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
-from paceline.activity import look, trainer
+from paceline.activity import COMPILING, look, trainer
 from paceline.reports import BEAT_SECONDS, Report, Reports, Wait
 
 END_SECONDS = 1.0
@@ -27,6 +27,8 @@ class Desk:
     def write(self, phase: str, where: str) -> None:
         """Report now."""
         wait, busy = self.wait, trainer.busy[-1] if trainer.busy else ""
+        if phase == COMPILING and not busy:
+            busy = phase  # nobody can say how long it takes, and the others have nothing else to do
         if wait is not None:
             phase = f"waiting {wait.place}"
         self.reports.write(Report(self.reports.now(), phase, where, busy, wait))

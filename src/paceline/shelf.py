@@ -24,6 +24,7 @@ from paceline.torch_private import flatten, unflatten
 # Up to here a new flat tensor for small gradients is cheap: the allocator does not give such sizes back at
 # once.
 MODEST_NBYTES = 4 * 1024 * 1024
+ALONE_NBYTES = 1024 * 1024  # on a GPU
 
 
 class SparseGradient(Exception):
@@ -51,6 +52,12 @@ class Shelf:
         ]
         self._pages = Pages()
         self._last_flat: weakref.ref[torch.Tensor] | None = None
+
+    def is_alone(self, position: int) -> bool:
+        """Tell whether a gradient is best copied by itself: several together do not fill a GPU."""
+        if self.on_cpu:
+            return position < self.large
+        return self.bucket.slots[position].numel * self.bucket.dtype.itemsize >= ALONE_NBYTES
 
     def is_hot(self, position: int) -> bool:
         """Tell whether a gradient is copied as soon as it arrives."""
@@ -152,11 +159,13 @@ class Layout:
             for position, index in enumerate(shelf.indices)
         }
         self.route |= dict.fromkeys(plan.sparse, APART)
+        self._positions = {
+            index: position for shelf in self.shelves for position, index in enumerate(shelf.indices)
+        }
 
     def place_of(self, index: int) -> tuple[int, int]:
         """Return a parameter's bucket, and its position there."""
-        place, _ = self.route[index]
-        return place, self.shelves[place].indices.index(index)
+        return self.route[index][0], self._positions[index]
 
 
 class Packet:
@@ -166,6 +175,7 @@ class Packet:
         self.shelf = shelf
         self._scale = scale
         self._taken: set[int] = set()
+        self._is_patchy = False  # some of the small ones have been taken, too
         self._flat: torch.Tensor | None = None
         self.views: Sequence[torch.Tensor] = ()
         self.is_out_of_hand = False  # every gradient is a view of the flat tensor
@@ -181,18 +191,34 @@ class Packet:
         shelf = self.shelf
         parameter = shelf.parameters[position]
         gradient = parameter.grad
-        # What is odd stays where it is until the bucket is full.
-        if gradient is None or not shelf.fits(gradient) or shelf.is_resident(position, gradient):
+        if gradient is None:
             return
-        if self._flat is None:
-            self._start()
-        view = self.views[position]
-        if position not in self._taken:
+        if position in self._taken:
+            view = self.views[position]
+            if gradient is not view:
+                view.add_(gradient.detach(), alpha=self._scale)
+        # What is odd stays where it is until the bucket is full.
+        elif not shelf.fits(gradient) or shelf.is_resident(position, gradient):
+            return
+        else:
+            if self._flat is None:
+                self._start()
+            view = self.views[position]
             self._put(position, gradient)
             self._taken.add(position)
-        elif gradient is not view:
-            view.add_(gradient, alpha=self._scale)
         parameter.grad = None if hide else view
+
+    def take_given(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Copy gradients that no parameter has: they come out of the middle of a compiled backward."""
+        if self._flat is None:
+            self._start()
+        self._put_together(positions, gradients)
+        self._taken.update(positions)
+        self._is_patchy = True
+
+    def holds(self, position: int) -> bool:
+        """Tell whether a gradient has been taken."""
+        return position in self._taken
 
     def put_views(self, seen: Container[int], *, hide: bool) -> None:
         """Replace the gradients of this backward by views, so that what was copied is freed."""
@@ -226,7 +252,9 @@ class Packet:
             missing = [i for i, g in enumerate(gradients) if g is None and i not in self._taken]
         if in_place and not missing and not self._taken and self._adopt(gradients):
             return missing
-        if self.shelf.on_cpu:
+        if self._is_patchy:
+            self._copy_rest(gradients, missing)
+        elif self.shelf.on_cpu:
             self._copy_on_cpu(gradients, missing)
         else:
             self._copy_at_once(gradients)
@@ -294,6 +322,15 @@ class Packet:
             if self._scale != 1:
                 self.flat[shelf.large_numel :].mul_(self._scale)
 
+    def _copy_rest(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> None:
+        """Copy what was not taken, with zeros for what does not exist."""
+        for position in missing:
+            self.views[position].zero_()
+        self.shelf.check(gradients)
+        given = [(position, gradient) for position, gradient in enumerate(gradients) if gradient is not None]
+        if given:
+            self._put_together(*zip(*given, strict=True))
+
     def _copy_from(self, start: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy the gradients from one position on, by one operator."""
         self.shelf.check(gradients, start)
@@ -309,6 +346,20 @@ class Packet:
     def _start(self) -> None:
         self._flat = self.shelf.empty()
         self.views = self.shelf.views(self._flat)
+
+    def _put_together(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Copy some gradients, the small ones by one operator."""
+        views, small = [], []
+        for position, gradient in zip(positions, gradients, strict=True):
+            if self.shelf.is_alone(position):
+                self._put(position, gradient)
+            else:
+                views.append(self.views[position])
+                small.append(gradient)
+        if views:
+            torch._foreach_copy_(views, small)
+            if self._scale != 1:
+                torch._foreach_mul_(views, self._scale)
 
     def _put(self, position: int, gradient: torch.Tensor) -> None:
         if self._scale == 1:

@@ -54,6 +54,12 @@ def _check_overlap(module: nn.Module, replicas: Holders) -> None:
         raise ValueError(
             f"this {kind} is replicated already; use paceline.replica(module), or detach() it first"
         )
+    compiled = getattr(module, "_orig_mod", None)
+    if compiled is not None and id(compiled) in replicas:
+        raise ValueError(
+            f"this is the compiled form of a {type(compiled).__name__} that is replicated already: train it "
+            "as it is"
+        )
     inside = [name for name, part in module.named_modules() if id(part) in replicas]
     if inside:
         raise ValueError(

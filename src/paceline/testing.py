@@ -146,7 +146,11 @@ def _pickled(arguments: dict[str, object]) -> bytes:
 
 
 def _warning_marks(run: Test) -> Iterator[str]:
-    for mark in getattr(run, "pytestmark", []):
+    of_module = getattr(sys.modules[run.__module__], "pytestmark", [])
+    for mark in (
+        *getattr(run, "pytestmark", []),
+        *(of_module if isinstance(of_module, list) else [of_module]),
+    ):
         if mark.name == "filterwarnings":
             yield from mark.args
 

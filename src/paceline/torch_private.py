@@ -330,6 +330,7 @@ class _EngineWatch(Sentry[Any]):
         """Whether this thread is inside a backward that was started by a backward."""
         return getattr(self._depth, "value", 0) > 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         assert self._entry is not None
         if torch._C._current_graph_task_id() != -1:
@@ -409,6 +410,7 @@ def watch_loaders() -> None:
     kind: Any = dataloader._BaseDataLoaderIter
     draw = kind.__next__
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def draw_and_note(iterator: Any) -> Any:
         batch = draw(iterator)
         loader_watch.note(iterator)

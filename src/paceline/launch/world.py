@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
+from paceline.compile.guarding import constant_while
 from paceline.farewell import say_goodbye
 from paceline.launch.device import choose_backend, choose_device
 from paceline.launch.job import loopback_variables
@@ -64,6 +65,16 @@ class World:
             self._membership.end(politely=kind is None)
 
 
+def _ranks_now() -> tuple[int, int, str | None]:
+    """Return what a world would be made of now, without making one."""
+    if (rehearsed := here().comm) is not None:
+        return rehearsed.rank, rehearsed.size, "threads"
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+    return 0, 1, None
+
+
+@constant_while(_ranks_now)
 def world(
     backend: str | None = None, device: str | torch.device | None = None, timeout: float | None = None
 ) -> World:
