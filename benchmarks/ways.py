@@ -84,12 +84,9 @@ def _python_reducer(backend: Backend) -> Iterator[None]:
     rules = torch._dynamo.trace_rules
     before = set(rules.LEGACY_MOD_INLINELIST)
     compiler = partial(torch.compile, backend=backend)
-    # Its backward takes a list, and in_graph looks at graphs with plain inputs only.
-    unseen = mock.patch.object(in_graph, "_watched", return_value=set())
     with (
         inductor.patch(_fuse_ddp_communication=True, _fuse_ddp_bucket_size=BUCKET_MB),
         torch._dynamo.compiled_autograd._enable(compiler),
-        unseen,
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's own tracing

@@ -72,7 +72,7 @@ class LocalBackward:
     def has_seen(self, parameter: int) -> bool:
         return parameter in self._local
 
-    def take(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+    def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Keep gradients that a compiled backward has computed."""
         accumulate([self._parameters[index] for index in indices], gradients)
         for index in indices:
@@ -204,42 +204,21 @@ class SyncedBackward:
         """Tell whether a gradient has arrived."""
         return parameter in self._seen
 
-    def take(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+    def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Take gradients out of the middle of a compiled backward, before autograd has them.
 
         They are copied: compiled code uses their memory again.
         """
         self.hide()  # autograd may come by later, with more for the same parameters
-        pairs = list(zip(indices, gradients, strict=True))
-        again = [pair for pair in pairs if pair[0] in self._seen]
-        straight = [pair for pair in pairs if self._goes_straight(*pair)]
-        known = {index for index, _ in (*again, *straight)}
-        # What comes again is added before anything goes out.
-        self._accumulate(again)
-        self._accumulate([pair for pair in pairs if pair[0] not in known])
-        self._pack(straight)
-
-    def _accumulate(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        if not pairs:
+        if all(map(self._goes_straight, indices, gradients)):
+            self._pack(indices, gradients)
             return
-        parameters = [self._layout.parameters[index] for index, _ in pairs]
-        accumulate(parameters, [gradient for _, gradient in pairs])
-        for index, _ in pairs:
-            self.arrived(index)
-
-    def _pack(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Put gradients into their buckets."""
-        places: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
-        for index, gradient in pairs:
-            place, position = self._layout.place_of(index)
-            positions, gradients = places.setdefault(place, ([], []))
-            positions.append(position)
-            gradients.append(gradient)
-        with torch.no_grad():
-            for place, (positions, gradients) in places.items():
-                self._packets[place].take_given(positions, gradients)
-        for index, _ in pairs:
-            self.arrived(index)
+        # What comes again is added before anything goes out.
+        order = sorted(range(len(indices)), key=lambda number: indices[number] not in self._seen)
+        parameters = [self._layout.parameters[index] for index in indices]
+        accumulate(parameters, gradients)
+        for number in order:
+            self.arrived(indices[number])
 
     def _goes_straight(self, index: int, gradient: torch.Tensor) -> bool:
         """Tell whether a gradient can be put into its bucket without being a ``.grad`` first."""
@@ -252,6 +231,19 @@ class SyncedBackward:
             and self._layout.parameters[index].grad is None
             and self._packets[place].shelf.fits(gradient)
         )
+
+    def _pack(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
+        """Put gradients into their buckets, and send what is complete."""
+        parcels = self._layout.places_of(indices)
+        with torch.no_grad():
+            for parcel in parcels:
+                given = [gradients[number] for number in parcel.numbers]
+                self._packets[parcel.place].take_given(parcel.positions, given)
+                self._waiting[parcel.place] -= len(given)
+        self._seen.update(dict.fromkeys(indices))
+        is_next = any(not self._waiting[p.place] and p.place == len(self._flights) for p in parcels)
+        if (is_next or self._is_due) and not self._sending:
+            self._send_complete()
 
     def _is_partial(self, parameter: int) -> bool:
         """Tell whether a gradient has to be added to other micro-batches' before it goes out."""
@@ -662,6 +654,8 @@ class SyncedBackward:
             place, position = self._layout.place_of(index)
             view, parameter = self._packets[place].views[position], self._layout.parameters[index]
             mine = parameter.grad if index in self._late else None
+            if mine is not None and mine.layout is not torch.strided:
+                mine = mine.to_dense()
             flat = torch.zeros_like(view) if mine is None else mine.clone(memory_format=torch.preserve_format)
             view.add_(self._reduce_late(flat.contiguous().view(-1)).view_as(view))
             if mine is not None:

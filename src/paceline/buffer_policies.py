@@ -26,6 +26,17 @@ FORWARD: frozenset[Policy] = frozenset({"before_forward", "after_forward"})
 LEFT_TO_EACH_RANK: frozenset[Policy] = frozenset({"before_saving", "start", "never"})  # while it trains
 
 
+class Due:
+    """Whether buffers that are due around a forward have to wait for the end of its backward.
+
+    Compiled code sets this: inside of it nothing can be exchanged.
+    """
+
+    def __init__(self, policies: frozenset[Policy]) -> None:
+        self.policies = policies
+        self.is_put_off = False
+
+
 @dataclass(frozen=True)
 class Policies:
     """Patterns of buffers' names, each with its policy. What no pattern matches has the default."""

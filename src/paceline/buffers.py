@@ -19,7 +19,7 @@ from operator import or_
 import torch
 from torch import nn
 
-from paceline.buffer_policies import FORWARD, LEFT_TO_EACH_RANK, Policies, Policy
+from paceline.buffer_policies import FORWARD, LEFT_TO_EACH_RANK, Due, Policies, Policy
 from paceline.comm import Comm, Pending
 from paceline.errors import RanksDisagree, name_ranks, name_some
 from paceline.torch_private import flatten
@@ -42,10 +42,11 @@ class BufferSync:
         comm: Comm,
         policies: Policies | None = None,
         left_out: frozenset[str] = frozenset(),
+        due: Due | None = None,
     ) -> None:
         self._comm = comm
         self._places = _places(module, policies or Policies(), left_out)
-        self.after_backward_too: frozenset[Policy] = frozenset()  # compiled code cannot do it earlier
+        self.due = due or Due(FORWARD)
         self._every = sorted(
             {place.policy for place in self._places if isinstance(place.policy, int)}, reverse=True
         )
@@ -92,7 +93,8 @@ class BufferSync:
         ``with_forward`` also takes what is due around a forward.
         """
         due: set[Policy] = {"after_backward", *(k for k in self._every if (step + 1) % k == 0)}
-        due |= self.after_backward_too
+        if self.due.is_put_off:
+            due |= self.due.policies
         places = self._due(due | FORWARD if with_forward else due)
         return Turn(places, self._comm) if places else None
 

@@ -144,6 +144,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         earlier = self._earlier(self.module)
         self._replica: Replica | None = Replica(self.module, comm, self._settings, original, earlier)
         self._replica.wrapper = weakref.ref(self)
+        self._replica.due.policies = WHEN_ASKED
         if self._engine is not None:
             self._engine.before_first = weakref.WeakMethod(self._take_over_optimizers)
         self.require_backward_grad_sync = self._sync_by_default
@@ -230,8 +231,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if self._replica is None or self._join_config.enable or self._buffer_hook:
             self._prepare_eagerly()
-        elif self.forward_sync_buffers:
-            self._replica.buffers.after_backward_too = WHEN_ASKED
+        elif self.forward_sync_buffers and self.training and torch.is_grad_enabled():
+            self._replica.due.is_put_off = True
         if self.device_ids:
             inputs, kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
         return self._run_ddp_forward(*inputs, **kwargs)

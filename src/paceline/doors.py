@@ -10,11 +10,11 @@ from paceline import finite
 from paceline.agreement import or_refuse
 from paceline.buffer_policies import Policy
 from paceline.hooks import Hook, average
+from paceline.plan import Caps
 from paceline.precision import Precision
 from paceline.replication import Replica, comm_for, replica
 from paceline.settings import (
     Settings,
-    caps_of,
     check_deterministic,
     check_names,
     hook_for,
@@ -90,7 +90,7 @@ def replicate(
         if deterministic:
             check_deterministic(reducing_in(precision, hook_now, module), sparse_in(module))
         return Settings(
-            caps_of(bucket_mb, first_bucket_mb),
+            Caps.of_sizes(bucket_mb, first_bucket_mb),
             unused,
             reducing_in(precision, hook_now, module),
             guard,

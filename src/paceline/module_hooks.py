@@ -9,24 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.buffer_policies import Due
+
 
 class ModuleHook:
     """A forward hook of one module. A copy that shares its hooks, or has copies of them, is left alone.
 
-    In compiled code, where nothing can be exchanged, something else is done: ``act_traced``.
+    In compiled code, where nothing can be exchanged, it does nothing and looks at nothing.
     """
 
-    def __init__(
-        self, module: nn.Module, act: Callable[[], None], act_traced: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, act: Callable[[], None]) -> None:
         self._module = weakref.ref(module)
         self._act = act
-        self._act_traced = act_traced or _do_nothing
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._act_traced()
-        elif module is self._module():
+        if not torch.compiler.is_compiling() and module is self._module():
             self._act()
 
     def __reduce__(self) -> Any:
@@ -34,22 +31,37 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")
 
 
+class PutOff(ModuleHook):
+    """Notes in compiled code that what is due around a forward has to wait."""
+
+    def __init__(self, module: nn.Module, act: Callable[[], None], due: Due) -> None:
+        super().__init__(module, act)
+        self._due = due
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(module)
+        elif module.training and torch.is_grad_enabled():
+            self._due.is_put_off = True
+
+
 def around_forward(
     module: nn.Module,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
-    traced: Callable[[], None],
+    due: Due,
 ) -> list[Any]:
     """Have functions called before and after each forward of a module; return the handles to remove.
 
     First and last in line: what other hooks do to the module belongs to its forward. In compiled code
-    ``traced`` is called in their place.
+    that is only noted, in ``due``.
     """
     handles: list[Any] = []
     if before is not None:
-        handles.append(module.register_forward_pre_hook(ModuleHook(module, before, traced), prepend=True))
-    if after is not None:
-        handles.append(module.register_forward_hook(ModuleHook(module, after, traced)))
+        handles.append(module.register_forward_pre_hook(ModuleHook(module, before), prepend=True))
+    if before is not None or after is not None:
+        # Behind the others: torch 2.11 mistakes hooks for each other if one that it traces is put in front.
+        handles.append(module.register_forward_hook(PutOff(module, after or _do_nothing, due)))
     return handles
 
 

@@ -64,6 +64,13 @@ class Caps:
             raise ValueError(f"bucket sizes are in MiB and have to be greater than 0, got {bad or sizes}")
         return cls(tuple(max(1, int(min(size, 2**40) * MIB)) for size in sizes))
 
+    @classmethod
+    def of_sizes(cls, rest: float | Sequence[float], first: float | None = None) -> "Caps":
+        """Take one size in MiB, or a list of them; the first bucket's is 1 at most if it is not said."""
+        if isinstance(rest, int | float):
+            return cls.of_mib([min(1, rest) if first is None else first, rest])
+        return cls.of_mib(rest if first is None else [first, *rest])
+
     def __getitem__(self, index: int) -> int:
         return self.nbytes[min(index, len(self.nbytes) - 1)]
 

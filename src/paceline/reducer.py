@@ -64,9 +64,7 @@ class Reducer:
         self._changes = 0  # of the module, that all ranks have agreed on; each has counted as a step
         self.sync = True  # no_sync() switches it off
         self.look_again: Look = _do_nothing  # at the module, before a reduced backward
-        self.before_first: Callable[[], Callable[[], None] | None] | None = (
-            None  # what to do before a backward
-        )
+        self.before_first: weakref.WeakMethod[Any] | None = None  # to be called before the first backward
         self.steps = StepCount(self._parameters)  # of optimizers
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
         self.context: Context | None = None  # of distributed autograd, if the next backward is its
@@ -87,6 +85,7 @@ class Reducer:
         self.recorder = Recorder(clocks_for(self._parameters))
         self._planner = Planner(named, caps, wishes or Wishes(), wiring.hook, self.recorder)
         self._caps = caps
+        self.watch = 0  # counts how often other parameters were watched
         self._watch()
         engine_watch.add(self)
 
@@ -97,6 +96,7 @@ class Reducer:
         # are kept because the hooks live and die with them.
         self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
         self._by_node = {node: index for index, node in enumerate(self._nodes)}
+        self.watch += 1
         self._handles = [node.register_hook(self._on_gradient_of(i)) for i, node in enumerate(self._nodes)]
         self._tree = Tree(self._parameters, self._names) if self._wiring.deterministic else None
         if self._tree is not None:
@@ -181,7 +181,7 @@ class Reducer:
         """Whether gradients may be taken out of the middle of a compiled backward."""
         return self._tree is None and self.context is None
 
-    def take(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+    def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Take gradients out of the middle of a compiled backward. Called by the thread that computes them.
 
         Autograd comes by afterwards with nothing for these parameters, or with more.

@@ -18,7 +18,7 @@ from torch import nn
 from paceline import auditing, finite
 from paceline.activity import trainer
 from paceline.agreement import agree_to_start, traits_of
-from paceline.buffer_policies import FORWARD, Policy
+from paceline.buffer_policies import FORWARD, Due, Policy
 from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
 from paceline.comm import Comm, comm_over, group_of_mesh
 from paceline.compile.installing import install as get_ready_to_compile
@@ -32,7 +32,7 @@ from paceline.hooks import Hook, name_of, way_of
 from paceline.loaders import SameBatch
 from paceline.module_hooks import around_forward, watch_forward
 from paceline.norms import clip_grad_norm, grad_norm
-from paceline.plan import Plan, plan_buckets
+from paceline.plan import Caps, Plan, plan_buckets
 from paceline.planner import spec_of
 from paceline.precision import LowPrecision
 from paceline.preflight import preflight
@@ -42,7 +42,6 @@ from paceline.reporter import reporter
 from paceline.riders import Rider
 from paceline.settings import (
     Settings,
-    caps_of,
     check_beside_optimizer,
     check_deterministic,
     check_hook,
@@ -108,7 +107,8 @@ class Replica:
         specs = [spec_of(name, p) for name, p in watched]
         trained = [index for index, (_, p) in enumerate(watched) if p.requires_grad]
         self.first_plan = plan_buckets(specs, settings.caps, order=trained[::-1], wishes=wishes)
-        self.buffers = BufferSync(module, comm, settings.buffers, settings.left_out)
+        self.due = Due(FORWARD)
+        self.buffers = BufferSync(module, comm, settings.buffers, settings.left_out, self.due)
         if original is None and settings.take_state:
             self.buffers.note_equal()
         self._make_reducer = functools.partial(Reducer, watched, caps=settings.caps, wishes=wishes)
@@ -344,7 +344,7 @@ class Replica:
 
         Compiled code stays as it is.
         """
-        caps = caps_of(bucket_mb, first_bucket_mb)
+        caps = Caps.of_sizes(bucket_mb, first_bucket_mb)
         self.settings = dataclasses.replace(self.settings, caps=caps)
         if self.reducer is not None:
             self.reducer.set_caps(caps)
@@ -395,7 +395,7 @@ class Replica:
         step = max(int(frame) for frame in comm.gather_bytes(b"%d" % self.step))
         self.comm = comm
         self.name = control_over(comm).new_name()
-        self.buffers = BufferSync(module, comm, self.settings.buffers, self.settings.left_out)
+        self.buffers = BufferSync(module, comm, self.settings.buffers, self.settings.left_out, self.due)
         settings = dataclasses.replace(self.settings, hook=self.hook)
         wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
         if self.reducer is not None:
@@ -491,7 +491,7 @@ class Replica:
             functools.partial(self._on_forward, when) if when in policies and self.size > 1 else None
             for when in ("before_forward", "after_forward")
         )
-        handles = around_forward(module, before, after, self._on_traced_forward)
+        handles = around_forward(module, before, after, self.due)
         if self.reducer is not None and self.size > 1:
             handles += watch_forward(module, self._on_forward_begin, self._on_forward_failed)
         return handles
@@ -547,16 +547,12 @@ class Replica:
             self._low_precision.attach_anew(self.settings.left_out)
         before = set(self._buffer_names)
         self._buffer_names = names_of(module)
-        self.buffers = BufferSync(module, self.comm, self.settings.buffers, self.settings.left_out)
+        self.buffers = BufferSync(module, self.comm, self.settings.buffers, self.settings.left_out, self.due)
         reducer.set_buffers(self.buffers)
         own = self.settings.own(module)
         new += [b for name, b in module.named_buffers() if name not in before and name not in own]
         if self.settings.take_state and new:
             finish_broadcast(start_broadcast(new, self.comm))
-
-    def _on_traced_forward(self) -> None:
-        """Have the buffers made equal at the end of the backward. Called inside compiled code."""
-        self.buffers.after_backward_too = FORWARD
 
     def _on_forward(self, when: Policy) -> None:
         """Make the buffers equal that are due. Called by a hook of the module, around its forward.

@@ -77,13 +77,6 @@ def read_timeout(seconds: Any) -> float | None:
     return None if seconds is None else read_seconds("timeout_seconds", seconds)
 
 
-def caps_of(bucket_mb: float | Sequence[float], first: float | None) -> Caps:
-    """Read bucket sizes as users give them."""
-    if isinstance(bucket_mb, int | float):
-        return Caps.of_mib([min(1, bucket_mb) if first is None else first, bucket_mb])
-    return Caps.of_mib(bucket_mb if first is None else [first, *bucket_mb])
-
-
 def reducing_in(precision: Precision | None, hook: Hook, module: nn.Module) -> Hook:
     """Return the hook that reduces in the dtype asked for: the same one, if gradients have that dtype."""
     if precision is None or precision.reduce is None:

@@ -13,6 +13,7 @@ copied is freed; or it is hidden (None), if autograd may come back to the parame
 
 import weakref
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from types import NoneType
 
 import torch
@@ -24,7 +25,6 @@ from paceline.torch_private import flatten, unflatten
 # Up to here a new flat tensor for small gradients is cheap: the allocator does not give such sizes back at
 # once.
 MODEST_NBYTES = 4 * 1024 * 1024
-ALONE_NBYTES = 1024 * 1024  # on a GPU
 
 
 class SparseGradient(Exception):
@@ -52,12 +52,6 @@ class Shelf:
         ]
         self._pages = Pages()
         self._last_flat: weakref.ref[torch.Tensor] | None = None
-
-    def is_alone(self, position: int) -> bool:
-        """Tell whether a gradient is best copied by itself: several together do not fill a GPU."""
-        if self.on_cpu:
-            return position < self.large
-        return self.bucket.slots[position].numel * self.bucket.dtype.itemsize >= ALONE_NBYTES
 
     def is_hot(self, position: int) -> bool:
         """Tell whether a gradient is copied as soon as it arrives."""
@@ -144,6 +138,15 @@ NOWHERE = (-1, None)
 APART = (-2, None)  # sparse: it has no slot
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """What goes into one bucket: positions there, and which of the gradients that came together."""
+
+    place: int
+    positions: list[int]
+    numbers: list[int]
+
+
 class Layout:
     """A plan laid over the real parameters."""
 
@@ -159,9 +162,23 @@ class Layout:
             for position, index in enumerate(shelf.indices)
         }
         self.route |= dict.fromkeys(plan.sparse, APART)
+        self._parcels: dict[tuple[int, ...], list[Parcel]] = {}
         self._positions = {
             index: position for shelf in self.shelves for position, index in enumerate(shelf.indices)
         }
+
+    def places_of(self, indices: tuple[int, ...]) -> Sequence[Parcel]:
+        """Sort parameters that always come together by their buckets."""
+        found = self._parcels.get(indices)
+        if found is None:
+            places: dict[int, Parcel] = {}
+            for number, index in enumerate(indices):
+                place, position = self.place_of(index)
+                parcel = places.setdefault(place, Parcel(place, [], []))
+                parcel.positions.append(position)
+                parcel.numbers.append(number)
+            found = self._parcels[indices] = list(places.values())
+        return found
 
     def place_of(self, index: int) -> tuple[int, int]:
         """Return a parameter's bucket, and its position there."""
@@ -351,7 +368,7 @@ class Packet:
         """Copy some gradients, the small ones by one operator."""
         views, small = [], []
         for position, gradient in zip(positions, gradients, strict=True):
-            if self.shelf.is_alone(position):
+            if self.shelf.is_hot(position):
                 self._put(position, gradient)
             else:
                 views.append(self.views[position])

@@ -13,14 +13,17 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.autograd._unsafe_preserve_version_counter, torch._C.Future
     torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
     torch.utils.data.dataloader._BaseDataLoaderIter, its __next__
+    torch._dynamo.compiled_autograd, its compiled_autograd_enabled and _disable
     torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
 """
 
+import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -217,6 +220,10 @@ class BackwardListener(Protocol):
 
     name: bytes
 
+    @property
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Those whose gradients it waits for."""
+
     def on_backward_over(self) -> None:
         """Hear, before anybody closes, that the backward has computed everything."""
 
@@ -261,6 +268,7 @@ class _EngineWatch(Sentry[Any]):
         self._depth = threading.local()
         self._ending: dict[int, list[Any]] = {}
         self._entry: Callable[..., Any] | None = None
+        self.making_graphs = 0  # backwards under way with create_graph=True, on whatever threads
 
     def add(self, listener: BackwardListener) -> None:
         self._items.add(listener)
@@ -339,12 +347,14 @@ class _EngineWatch(Sentry[Any]):
         if not kwargs.get("accumulate_grad"):
             return self._entry(outputs, *args, **kwargs)
         listeners = self.in_order()
-        inputs = args[3] if len(args) > 3 else ()
+        makes_graph, inputs = args[2:4] if len(args) > 3 else (False, ())
         leaves = cache(lambda: {id(tensor) for tensor in inputs} if inputs else leaves_below(outputs))
         try:
             for listener in listeners:
                 listener.on_backward_begin(leaves)
-            return self._entry(outputs, *args, **kwargs)
+            self.making_graphs += bool(makes_graph)
+            with _keeping_compiled_autograd_out(listeners, leaves):
+                return self._entry(outputs, *args, **kwargs)
         except BaseException as error:
             listeners = self.in_order()
             for listener in listeners:
@@ -353,6 +363,7 @@ class _EngineWatch(Sentry[Any]):
                 listener.on_backward_raised(error)
             raise
         finally:
+            self.making_graphs -= bool(makes_graph)
             for listener in listeners:
                 listener.on_backward_left()
 
@@ -368,6 +379,28 @@ class _EngineWatch(Sentry[Any]):
             if not self._depth.value:
                 for listener in self._items.here():
                     listener.on_nested_end()
+
+
+def _keeping_compiled_autograd_out(
+    listeners: Sequence[BackwardListener], leaves: Callable[[], set[int]]
+) -> AbstractContextManager[Any]:
+    """Run a backward that somebody listens to by the engine: compiled autograd traces what listens."""
+    compiler: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiler is None or not compiler.compiled_autograd_enabled:
+        return nullcontext()
+    if all(leaves().isdisjoint(map(id, listener.parameters)) for listener in listeners):
+        return nullcontext()
+    _say_that_compiled_autograd_is_out()
+    context: AbstractContextManager[Any] = compiler._disable()
+    return context
+
+
+@cache
+def _say_that_compiled_autograd_is_out() -> None:
+    logging.getLogger("paceline").warning(
+        "compiled autograd is on; the backwards of replicated models go without it, so that their gradients "
+        "are reduced"
+    )
 
 
 def _name_of(listener: BackwardListener) -> bytes:

@@ -67,6 +67,21 @@ class Depth(nn.Module):
         return x
 
 
+class Scaled(nn.Module):
+    """A layer with a number of its own, as stochastic depth has it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layer, self.rate = nn.Linear(6, 6), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).tanh() * (1 - self.rate)
+
+
+def scaled() -> nn.Module:
+    return nn.Sequential(*(Scaled(0.1 * number) for number in range(5)))
+
+
 class Experts(nn.Module):
     """Each rank's batch goes to other experts; nobody uses the last one. Breaks the graph."""
 
@@ -98,10 +113,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convnet with BatchNorm": convnet,
     "GPT, tied, with checkpointing": Gpt,
     "stochastic depth": Depth,
+    "blocks that differ by a float": scaled,
     "experts": Experts,
     "broken graph": Broken,
 }
-WHOLE = ["MLP", "convnet with BatchNorm", "GPT, tied, with checkpointing"]  # one graph
+WHOLE = [
+    "MLP",
+    "convnet with BatchNorm",
+    "GPT, tied, with checkpointing",
+    "blocks that differ by a float",
+]  # one graph
 
 
 def made(name: str) -> nn.Module:

@@ -1,7 +1,12 @@
 """Gradients leave a compiled backward where they are complete: one graph, whatever the buckets are."""
 
 import contextlib
+import copy
+import gc
 import re
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -10,13 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 import paceline
 from paceline.compile import arrivals, in_graph
 from paceline.hooks import average, in_dtype, powersgd, quantized
 from paceline.reducer import Reducer
 from paceline.testing import ranks
-from tests.compile.models import Block, batch, check_gradients, loss_of, reference
+from tests.compile.models import Block, batch, check_gradients, loss_of, made, reference
+
+NORM = "convnet with BatchNorm"
 
 # Dynamo looks at ``.grad`` of whatever a graph is given.
 pytestmark = [
@@ -478,3 +486,119 @@ def test_mixed_precision_in_compiled_backwards(rank: int) -> None:
     for eager, compiled in zip(*gradients, strict=True):
         assert compiled.dtype is torch.float32
         torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.02)
+
+
+@ranks(2)
+def test_compiled_autograd_is_kept_away_from_replicas_and_left_to_others(rank: int) -> None:
+    model, other = deep(2), deep(2)
+    want, mine = references(model), reference(other, [batch(rank)])
+    paceline.replicate(model)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    with watching():
+        compiled = torch.compile(model, backend="aot_eager")
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            for forward in (model, compiled):
+                model.zero_grad()
+                loss_of(forward(batch(rank))).backward()
+                check_gradients(model, want)
+            assert not graphs
+            loss_of(other(batch(rank))).backward()
+
+    assert graphs
+    check_gradients(other, mine)
+
+
+@ranks(2)
+def test_an_evaluation_by_one_rank_alone_changes_nothing_for_the_others(rank: int) -> None:
+    torch._dynamo.reset()
+    for model in (
+        paceline.replicate(made(NORM), buffers="before_forward"),
+        paceline.DistributedDataParallel(made(NORM)),
+    ):
+        if rank == 0:
+            model.eval()
+            with torch.no_grad():
+                torch.compile(model, backend="aot_eager")(batch(0))
+            model.train()
+        for step in range(2):
+            loss_of(model(batch(rank, step))).backward()
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_second_order_gradient_is_refused_as_torch_does(rank: int) -> None:
+    model = paceline.replicate(deep(2))
+    with watching() as seen:
+        compiled = torch.compile(model, backend="aot_eager")
+        loss = loss_of(compiled(batch(rank)))
+        loss.backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        with pytest.raises(RuntimeError, match="double backward"):
+            penalty.backward()
+
+    assert not seen.taken
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 6), nn.Linear(6, 3)
+
+
+@ranks(2)
+def test_a_sparse_gradient_that_comes_after_the_bucket_is_out(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    alone = copy.deepcopy(model)
+    paceline.replicate(model, bucket_mb=0.0001, first_bucket_mb=0.0001)
+    rows = torch.tensor([1, 4])
+
+    def run(net: nn.Module, forward: Any, x: torch.Tensor) -> torch.Tensor:
+        eager = functional.embedding(rows, net.table.weight, sparse=True)
+        return loss_of(forward(x)) + eager.sum()
+
+    with watching() as seen:
+        compiled = torch.compile(lambda x: model.out(x @ model.table.weight), backend="aot_eager")
+        for _ in range(2):
+            model.zero_grad()
+            run(model, compiled, batch(rank)).backward()
+            for each in range(2):
+                (run(alone, lambda x: alone.out(x @ alone.table.weight), batch(each)) / 2).backward()
+            check_gradients(model, [p.grad.to_dense() for p in alone.parameters()])
+            alone.zero_grad()
+
+    assert seen.taken
+
+
+@ranks(2)
+def test_compiled_code_keeps_no_model_alive(rank: int) -> None:
+    with watching() as seen:
+        model = paceline.replicate(deep(2))
+        loss_of(torch.compile(model, backend="aot_eager")(batch(rank))).backward()
+        watched = [
+            weakref.ref(model),
+            weakref.ref(model[0].weight),
+            weakref.ref(paceline.replica(model).reducer),
+        ]
+        del model
+        gc.collect()
+
+    assert seen.taken
+    assert [each() for each in watched] == [None] * 3
+
+
+def test_ranks_that_are_threads_get_ready_to_compile_once() -> None:
+    code = """
+import torch, paceline
+def step():
+    model = paceline.replicate(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+paceline.rehearse(step, ranks=4)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -13,8 +13,8 @@ Private names of torch, seen on 2.11 and 2.13:
     torch._C._will_engine_execute_node     whether the present backward is going to write a leaf's gradient
 """
 
-import operator
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +23,9 @@ import torch
 from paceline.reducer import Reducer
 from paceline.torch_private import engine_watch
 
-Taker = tuple[Reducer, list[int], list[int]]  # who takes which parameters, and their positions in the group
+# Who takes which parameters, and their places in the group; the replica as one of several, by its number.
+Taker = tuple[Reducer, tuple[int, ...], Sequence[int]]
+Share = tuple[int, tuple[int, ...], Sequence[int]]
 
 
 class _Now(threading.local):
@@ -32,7 +34,7 @@ class _Now(threading.local):
     delivery: "Delivery | None" = None
 
 
-_now = _Now()
+_now = _Now()  # an operator gets tensors and numbers, and nothing else
 _library: Any = torch.library.Library("paceline", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "arrived(Tensor[] gradients, int group, Tensor? after) -> Tensor",
@@ -92,53 +94,75 @@ class Receiver:
         """Return where the gradients of the present run go; None, if they cannot be taken early."""
         current: Any = torch._C._current_autograd_node()
         edges = current.next_functions
-        if len(edges) != self._edge_count:
+        if len(edges) != self._edge_count or engine_watch.making_graphs:
             return None
         nodes = [edges[position][0] for group in self._groups for position in group]
         reducers = [reducer for reducer in engine_watch.in_order() if reducer.may_take]
-        maps = [reducer.nodes for reducer in reducers]
-        known = self._known
-        if known is None or known.nodes != nodes or not _are_same(known.maps, maps):
-            known = self._known = _Known(nodes, maps, self._find(nodes, reducers))
-        if known.delivery is None or _somebody_listens(known.parameters) or not _are_written(nodes):
+        if self._known is None or not self._known.holds_for(nodes, reducers):
+            groups = self._find(nodes, reducers)
+            self._known = None if groups is None else _Known(nodes, reducers, groups)
+        if self._known is None or not _are_written(nodes):
             return None
-        return known.delivery
+        return self._known.delivery(reducers)
 
-    def _find(self, nodes: Sequence[Any], reducers: Sequence[Reducer]) -> Delivery | None:
+    def _find(self, nodes: Sequence[Any], reducers: Sequence[Reducer]) -> list[list[Share]] | None:
         found, rest = [], list(nodes)
         for group in self._groups:
-            takers = _takers_of(rest[: len(group)], reducers)
-            if not takers:
+            shares = _shares_of(rest[: len(group)], reducers)
+            if not shares:
                 return None
-            found.append(takers)
+            found.append(shares)
             del rest[: len(group)]
-        return Delivery(found)
+        return found
 
 
 class _Known:
-    """What was found last time: usually it is the same again."""
+    """What was found last time, which is usually so again. Compiled code lives long, so nothing is kept."""
 
-    def __init__(self, nodes: Sequence[Any], maps: Sequence[Any], found: Delivery | None) -> None:
-        self.nodes = nodes
-        self.maps = maps
-        self.delivery = found
-        self.parameters = [node.variable for node in nodes] if found is not None else []
+    def __init__(
+        self, nodes: Sequence[Any], reducers: Sequence[Reducer], groups: Sequence[Sequence[Share]]
+    ) -> None:
+        self._nodes = list(map(id, nodes))  # as long as the reducers are the same, they hold them
+        self._watches = [(weakref.ref(reducer), reducer.watch) for reducer in reducers]
+        self._groups = groups
+
+    def holds_for(self, nodes: Sequence[Any], reducers: Sequence[Reducer]) -> bool:
+        """Tell whether the same parameters of the same replicas are due."""
+        return (
+            len(self._watches) == len(reducers)
+            and all(
+                ref() is reducer and number == reducer.watch
+                for (ref, number), reducer in zip(self._watches, reducers, strict=True)
+            )
+            and self._nodes == list(map(id, nodes))
+        )
+
+    def delivery(self, reducers: Sequence[Reducer]) -> Delivery | None:
+        """Return where gradients go, unless somebody has asked to see or to change one when it is written."""
+        for shares in self._groups:
+            for number, indices, _ in shares:
+                parameters = reducers[number].parameters
+                if any(_is_heard(parameters[index]) for index in indices):
+                    return None
+        return Delivery(
+            [[(reducers[number], indices, places) for number, indices, places in g] for g in self._groups]
+        )
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+def _is_heard(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _takers_of(nodes: Sequence[Any], reducers: Sequence[Reducer]) -> list[Taker]:
-    takers: list[Taker] = []
-    missing = len(nodes)
-    for reducer in reducers:
-        places = [(position, reducer.nodes.get(node)) for position, node in enumerate(nodes)]
-        ours = [(position, index) for position, index in places if index is not None]
-        if ours:
-            takers.append((reducer, [index for _, index in ours], [position for position, _ in ours]))
-            missing -= len(ours)
-    return takers if not missing else []
+def _shares_of(nodes: Sequence[Any], reducers: Sequence[Reducer]) -> list[Share]:
+    """Sort the parameters of a group by replicas; none, if one belongs to no replica."""
+    shares: list[Share] = []
+    left = set(range(len(nodes)))
+    for number, reducer in enumerate(reducers):
+        places = [place for place in sorted(left) if nodes[place] in reducer.nodes]
+        if places:
+            shares.append((number, tuple(reducer.nodes[nodes[place]] for place in places), places))
+            left.difference_update(places)
+    return shares if not left else []
 
 
 def _are_written(nodes: Sequence[Any]) -> bool:
@@ -147,8 +171,3 @@ def _are_written(nodes: Sequence[Any]) -> bool:
         return all(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:  # they are going to be returned, by autograd.grad()
         return False
-
-
-def _somebody_listens(parameters: Sequence[Any]) -> bool:
-    """Tell whether somebody has asked to see, or to change, a gradient when it is written."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

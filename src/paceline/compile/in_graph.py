@@ -8,7 +8,8 @@ the number of buckets.
 Private names of torch, seen on 2.11 and 2.13:
 
     torch._dynamo.backends.common.AotAutograd          what backends are made of; its kwargs
-    torch._guards.TracingContext, CompileContext       under which a graph is compiled later
+    torch._guards.TracingContext, CompileContext       under which a graph is compiled later, and how
+    torch._subclasses.fake_tensor.unset_fake_temporarily
     meta["desc"] of a graph's output                   what is returned
 """
 
@@ -27,7 +28,7 @@ from paceline.plan import MIB
 from paceline.torch_private import engine_watch
 
 log = logging.getLogger("paceline")
-POINTS = 64  # at most about so many, in one graph
+POINTS = 16  # at most about so many, in one graph: each costs the host some time
 SMALLEST_NBYTES = MIB // 2
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -54,7 +55,7 @@ def install() -> None:
 def _watched(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
     """Return the positions of the inputs whose gradients may be taken early."""
     ours = {id(p) for reducer in engine_watch.in_order() if reducer.may_take for p in reducer.parameters}
-    if not ours:
+    if not ours or not isinstance(graph, fx.GraphModule):  # with lists among its inputs it comes by again
         return set()
     parameters = parameters_of(graph, example_inputs)
     inputs = graph.graph.find_nodes(op="placeholder")

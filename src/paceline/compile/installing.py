@@ -1,14 +1,55 @@
-"""What has to be in place before anything of a replica is compiled; for as long as the process lives."""
+"""What has to be in place before anything of a replica is compiled; for as long as the process lives.
 
+Most of it waits for the first compilation, so that programs that compile nothing do not load a compiler.
+
+Private names of torch, seen on 2.11 and 2.13: ``torch._dynamo.convert_frame._compile``, which every
+compilation comes by, ``torch._dynamo.backends.registry``.
+"""
+
+import threading
 from functools import cache
+from typing import Any
 
-from paceline.compile import in_graph, traced
+_lock = threading.Lock()
+
+
+def install() -> None:
+    """Be there when torch compiles something."""
+    with _lock:  # ranks may be threads
+        _wait_for_compilations()
 
 
 @cache
-def install() -> None:
-    """Be there when torch compiles something."""
-    from paceline.compile import splitting  # noqa: F401  torch learns the name of its backend
+def _wait_for_compilations() -> None:
+    from torch._dynamo import convert_frame
+    from torch._dynamo.backends import registry
+
+    if SPLIT not in registry._BACKENDS:
+        registry.register_backend(compiler_fn=paceline_split, name=SPLIT)
+    frames: Any = convert_frame
+    compile_frame = frames._compile
+
+    def get_ready_and_compile(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            _get_ready()
+        return compile_frame(*args, **kwargs)
+
+    frames._compile = get_ready_and_compile
+
+
+@cache
+def _get_ready() -> None:
+    from paceline.compile import in_graph, traced
 
     in_graph.install()
     traced.install()
+
+
+SPLIT = "paceline_split"
+
+
+def paceline_split(*args: Any, **kwargs: Any) -> Any:
+    """Compile by the backend of this name, which is loaded when it is first used."""
+    from paceline.compile.splitting import by_name
+
+    return by_name(*args, **kwargs)

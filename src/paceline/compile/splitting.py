@@ -120,10 +120,7 @@ def _compiler(inner: str | Inner) -> Inner:
 def _caps(bucket_mb: float | Sequence[float] | None, first: float | None) -> Caps | None:
     if bucket_mb is None and first is None:
         return None
-    rest = [25] if bucket_mb is None else [bucket_mb] if isinstance(bucket_mb, int | float) else [*bucket_mb]
-    if first is not None:
-        return Caps.of_mib([first, *rest])
-    return Caps.of_mib([min(1, *rest), *rest] if isinstance(bucket_mb, int | float) else rest)
+    return Caps.of_sizes(25 if bucket_mb is None else bucket_mb, first)
 
 
 def _compile(graph_module: fx.GraphModule, example_inputs: Sequence[Any], wish: _Wish) -> Compiled:
