@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import re
 import threading
 import time
 import weakref
@@ -471,7 +472,11 @@ def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     assert caught.value.rank == 1
     assert "in spin_forever" in str(caught.value)
     assert "rank 0 was here" not in str(caught.value)
-    assert "ranks 0, 2 raised PeerLost: the rehearsal was ended" in caught.value.__notes__[0]
+    # They have waited as long as the rehearsal has, and whose time is over first is nobody's promise.
+    assert re.search(
+        "ranks? 0.* raised (PeerLost: the rehearsal was ended|PeerTimeout: rank 1 did not come)",
+        caught.value.__notes__[0],
+    )
 
 
 def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.comm import Comm
 from paceline.errors import PeerFailed, RanksDisagree, name_ranks, name_some
+from paceline.sharded import describe
 
 T = TypeVar("T")
 Trait = tuple[str, str]  # what a tensor is called, and everything about it that has to be the same
@@ -53,10 +54,10 @@ def or_refuse(comm: Comm, read: Callable[[], T]) -> T:
 def traits_of(module: nn.Module, left_out: frozenset[str] = frozenset()) -> list[Trait]:
     """Write down what has to be the same on every rank: names, shapes, dtypes, layout, what is trained."""
     parameters = [
-        (name, f"{_shape(p)} {_dtype(p)}, {'trainable' if p.requires_grad else 'frozen'}{_layout(p)}")
+        (name, f"{_shape(p)} {_dtype(p)}, {_trained(p)}{_layout(p)}{describe(p)}")
         for name, p in module.named_parameters()
     ]
-    buffers = [(name, f"buffer {_shape(b)} {_dtype(b)}") for name, b in module.named_buffers()]
+    buffers = [(name, f"buffer {_shape(b)} {_dtype(b)}{describe(b)}") for name, b in module.named_buffers()]
     return [(name, "left out" if name in left_out else trait) for name, trait in (*parameters, *buffers)]
 
 
@@ -102,6 +103,10 @@ def _shape(tensor: torch.Tensor) -> str:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _trained(tensor: torch.Tensor) -> str:
+    return "trainable" if tensor.requires_grad else "frozen"
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -25,6 +25,7 @@ from paceline.fingerprint import Prints, read_each
 from paceline.hooks import Hook, may_join, name_of, way_of
 from paceline.reducer import Reducer
 from paceline.riders import Rider
+from paceline.torch_private import local_of
 
 DIGEST_NBYTES = 8
 STEP = struct.Struct("!Q")
@@ -90,7 +91,7 @@ def refuse_beside_optimizer(schedule: Schedule | None) -> None:
 def held_by(named: Named, optimizers: Iterable[Any]) -> Held:
     """Return the parameters, and behind them the optimizers' state that belongs to them, by names to show."""
     parameters = list(named)
-    held: Held = {name: _local(parameter) for name, parameter in parameters}
+    held: Held = {name: local_of(parameter) for name, parameter in parameters}
     whole = _that_hold_all(optimizers)
     for name, parameter in parameters:
         # Sorted: two ranks may have made the first steps of two optimizers in different orders.
@@ -122,7 +123,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Number]]
     """Yield the tensors and numbers inside of something."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
-            yield key, _local(value)
+            yield key, local_of(value)
     elif isinstance(value, int | float):
         yield key, value
     elif isinstance(value, Mapping):
@@ -131,14 +132,6 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Number]]
     elif isinstance(value, list | tuple):
         for place, inner in enumerate(value):
             yield from _leaves(f"{key}[{place}]", inner)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is spread over another dimension of a mesh."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "to_local"):
-        return tensor
-    part: torch.Tensor = tensor.to_local()
-    return part
 
 
 def _kind_of(value: torch.Tensor | Number) -> str:

@@ -27,6 +27,7 @@ from paceline.meeting import Meeting
 from paceline.recorder import CountedComm, StepRecord
 from paceline.remote import refuse_context
 from paceline.retrace import Retraceable
+from paceline.sharded import owner_of
 from paceline.shelf import APART, NOWHERE, Layout, Packet, SparseGradient
 from paceline.sparse import Share, gather_rows
 from paceline.tally import Outcome, Tally, mixed_up, peer_failed
@@ -395,7 +396,7 @@ class SyncedBackward:
     def _step_on(self, indices: Sequence[int], consumer: Consumer) -> None:
         self.settled.update(indices)
         try:
-            consumer([self._layout.parameters[index] for index in indices])
+            consumer([owner_of(self._layout.parameters[index]) for index in indices])
         except BaseException:
             self.is_behind = True
             raise

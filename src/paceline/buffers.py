@@ -22,6 +22,7 @@ from torch import nn
 from paceline.buffer_policies import FORWARD, LEFT_TO_EACH_RANK, Due, Policies, Policy
 from paceline.comm import Comm, Pending
 from paceline.errors import RanksDisagree, name_ranks, name_some
+from paceline.sharded import local_parts
 from paceline.torch_private import flatten
 
 Tensors = Sequence[torch.Tensor]
@@ -363,7 +364,8 @@ class Transfer:
 
 def start_broadcast(tensors: Tensors, comm: Comm, source: int = 0) -> list[Transfer]:
     """Start sending one rank's tensors to all ranks, bit for bit, whatever their dtype."""
-    return [Transfer(chunk, comm, source) for chunk in _chunks([t for t in tensors if t.numel()])]
+    parts = [part for part in local_parts(tensors) if part.numel()]
+    return [Transfer(chunk, comm, source) for chunk in _chunks(parts)]
 
 
 def finish_broadcast(transfers: list[Transfer]) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.sharded import local_parts
+
 Wanted = tuple[torch.Tensor, torch.dtype]  # a parameter, and what it is to be cast to
 _Key = tuple[int, torch.dtype]
 
@@ -91,9 +93,10 @@ class Forward:
         for parameter, dtype in wanted:
             key = (id(parameter), dtype)
             if key not in self._there and key not in self._started:
-                kind = (parameter.device, parameter.dtype, dtype)
+                mesh = getattr(parameter, "device_mesh", None)  # no operator takes DTensors and others
+                kind = (parameter.device, parameter.dtype, dtype, mesh)
                 groups.setdefault(kind, {})[id(parameter)] = parameter
-        return [Batch(list(group.values()), dtype) for (_, _, dtype), group in groups.items()]
+        return [Batch(list(group.values()), dtype) for (_, _, dtype, _), group in groups.items()]
 
     def _start_on_gpus(self, streams: dict[torch.device, torch.cuda.Stream]) -> None:
         on: dict[torch.device, list[Batch]] = {}
@@ -153,7 +156,7 @@ class Batch:
     def fill(self) -> None:
         """Cast, in the current stream."""
         with torch.no_grad():
-            torch._foreach_copy_(self._casts, self.parameters)
+            torch._foreach_copy_(local_parts(self._casts), local_parts(self.parameters))
 
     def fill_beside(self, main: torch.cuda.Stream) -> None:
         """Cast in the current stream, beside the one that the memory belongs to."""
@@ -212,6 +215,6 @@ def _cast_all(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> lis
     if torch.is_grad_enabled() or len(dense) < 2:
         return [None if t is None else t.to(dtype) for t in tensors]
     cast = [torch.empty_like(t, dtype=dtype) for t in dense]
-    torch._foreach_copy_(cast, dense)
+    torch._foreach_copy_(local_parts(cast), local_parts(dense))
     done = iter(cast)
     return [None if t is None else next(done) if t.layout is torch.strided else t.to(dtype) for t in tensors]

@@ -6,7 +6,7 @@ communicate. Collectives start in the order of the calls, and that order has to 
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -90,6 +90,11 @@ class Comm(ABC):
     def waits(self, waiter: Waiter | None) -> None:
         """Hear who is going to wait for collectives, and can say what for."""
         del waiter  # here nobody asks
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The numbers by which all processes of the job know these ranks."""
+        return range(self.size)
 
     def mean_factor(self, device: torch.device) -> float:
         """Return what to multiply by before ``total()`` to get the mean; 1 if ``average()`` is as cheap."""
@@ -180,6 +185,11 @@ class GroupComm(Comm):
 
     def waits(self, waiter: Waiter | None) -> None:
         self.patience.waiter = waiter
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        ranks: list[int] = dist.get_process_group_ranks(self.group)
+        return ranks
 
     def mean_factor(self, device: torch.device) -> float:
         return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor

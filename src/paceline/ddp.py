@@ -119,6 +119,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 left_out=frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
                 delayed=delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
                 skip_unused=skip_all_reduce_unused_params,
+                is_group_chosen=process_group is not None or device_mesh is not None,
             )
 
         self._settings = or_refuse(comm, read)

@@ -103,6 +103,7 @@ def replicate(
             loader_check=loader_check,
             stall_seconds=read_seconds("stall_seconds", stall_seconds),
             timeout_seconds=read_timeout(timeout_seconds),
+            is_group_chosen=group is not None or mesh is not None,
         )
 
     comm = comm_for(group, mesh, module)

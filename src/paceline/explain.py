@@ -38,6 +38,7 @@ class Facts:
     seconds: float = 0.0  # how long a rank waits for the others
     step: int = 0
     left_out: Sequence[str] = ()
+    sharded: str = ""  # how many parameters, and over what
     is_plan_learned: bool = False
     plan_changes: int = 0
     hook: str = "average"
@@ -83,7 +84,8 @@ def _rows(facts: Facts) -> dict[str, str]:
 def _parameters(facts: Facts) -> str:
     trained = len(facts.plan.members)
     left_out = f"; left to each rank: {_names(facts.left_out)}" if facts.left_out else ""
-    return f"{trained} trained, {len(facts.plan.specs) - trained} frozen{left_out}"
+    sharded = f"; {facts.sharded}" if facts.sharded else ""
+    return f"{trained} trained, {len(facts.plan.specs) - trained} frozen{sharded}{left_out}"
 
 
 def _gradients(facts: Facts) -> str:

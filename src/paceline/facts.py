@@ -9,6 +9,7 @@ from paceline.comm import GroupComm
 from paceline.explain import Facts
 from paceline.hooks import name_of
 from paceline.settings import Settings
+from paceline.sharded import count_sharded
 from paceline.torch_private import backend_of
 
 
@@ -26,6 +27,7 @@ def facts_of(replica: Any) -> Facts:
         seconds=replica.comm.seconds,
         step=replica.step,
         left_out=sorted(settings.left_out),
+        sharded="" if module is None else count_sharded(module.parameters()),
         is_plan_learned=reducer is not None and reducer.is_plan_learned,
         plan_changes=reducer.recorder.plan_changes if reducer else 0,
         hook=name_of(replica.hook),

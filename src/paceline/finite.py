@@ -7,6 +7,9 @@
 A sum of finite numbers may be too large for its dtype, so what is suspicious is looked at number by number.
 On a GPU the bucket has been reduced by then: what is not finite in it now, in a bucket that was suspicious
 here, is this rank's.
+
+Of sharded parameters each rank has a part, and other parts are reduced among other ranks. These are asked as
+well, so that no part of a parameter is stepped without the others.
 """
 
 import json
@@ -20,6 +23,7 @@ import torch
 from paceline.errors import NotFinite, name_ranks
 from paceline.hooks import GradBucket
 from paceline.riders import Rider
+from paceline.sharded import Spread
 
 ROW_NUMEL = 1024
 
@@ -52,10 +56,11 @@ def refuse_beside_optimizer(mode: Mode | None) -> None:
 class FiniteCheck(Rider):
     """Lets all ranks raise, or skip, the step in which one of them has a gradient that is not finite."""
 
-    def __init__(self, mode: Mode, tell: Tell) -> None:
+    def __init__(self, mode: Mode, tell: Tell, spreads: Sequence[Spread] = ()) -> None:
         self.label = f'check_finite="{mode}"'
         self._mode = mode
         self._tell = tell
+        self._spreads = spreads  # over which ranks there are other parts of the parameters
         self._odd: Odd = {}
         self._sums: list[tuple[torch.Tensor, Sequence[str], Gradients]] = []  # on devices, not looked at yet
         self._suspects: list[tuple[Sequence[str], Gradients]] = []
@@ -82,7 +87,12 @@ class FiniteCheck(Rider):
         found = zip(self._sums, fine, strict=True)
         self._suspects = [(names, gradients) for (_, names, gradients), is_fine in found if not is_fine]
         self._sums = []
-        return b"!" if self._odd or self._suspects else b""
+        return b"!" if self._is_anywhere(bool(self._odd or self._suspects)) else b""
+
+    def _is_anywhere(self, flag: bool) -> bool:
+        for spread in self._spreads:
+            flag = spread.is_anywhere(flag)
+        return flag
 
     def closed(self, step: int, told: Sequence[bytes]) -> bool:
         if not any(told):
@@ -93,7 +103,7 @@ class FiniteCheck(Rider):
         frames = self._tell(json.dumps(self._odd).encode())
         found = {rank: odd for rank, frame in enumerate(frames) if (odd := json.loads(frame))}
         self.dropped()
-        if not found:
+        if not self._is_anywhere(bool(found)):
             return False  # a sum was too large, and nothing else
         if self._mode == "raise":
             raise not_finite(step, found)
@@ -112,6 +122,8 @@ class FiniteCheck(Rider):
 
 def words_for(found: Mapping[int, Odd]) -> str:
     """Say what was found: the first parameter of the first rank, and how many more there are."""
+    if not found:
+        return "a part of a gradient on other ranks of the mesh holds NaN or Inf"
     rank, odd = min(found.items(), key=lambda item: item[0])
     name, kind = next(iter(odd.items()))
     more = []
@@ -126,13 +138,13 @@ def words_for(found: Mapping[int, Odd]) -> str:
 
 def not_finite(step: int, found: Mapping[int, Odd]) -> NotFinite:
     """Say that a step cannot be used, on every rank alike."""
-    rank = min(found)
+    rank = min(found, default=-1)
     return NotFinite(
         f"step {step}: {words_for(found)}. The gradients were dropped on every rank, and no weight has "
         "moved. Look at that rank's batch and loss (torch.autograd.set_detect_anomaly(True) names the "
         'operation), or catch this on every rank and go on; check_finite="skip" does so by itself.',
         rank,
-        next(iter(found[rank])),
+        next(iter(found.get(rank, ())), ""),
         step,
         {each: tuple(odd) for each, odd in sorted(found.items())},
     )

@@ -4,11 +4,14 @@
               a  b  c  d  e  f      gradients still lie there; d has none, so there are two stretches
     loose     a gradient that was replaced, a sparse one, one that never had a slot: by itself
 
-So nothing is done per parameter but to look where its gradient lies. On a GPU nothing is waited for.
+So nothing is done per parameter but to look where its gradient lies. On a GPU nothing is waited for. Parts of
+sharded parameters are put together over the ranks that hold the others: there, all of these have to ask.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,11 +19,14 @@ from paceline.errors import name_some
 from paceline.fused_optim import norm_gate
 from paceline.guard import check_gradients
 from paceline.reducer import Reducer
+from paceline.sharded import Spread, owner_of, spread_of
 from paceline.shelf import Shelf
+from paceline.torch_private import local_of
 
 ROW_NUMEL = 1024  # on a CPU torch adds up numbers one after the other, and loses digits in long rows
 
 Named = tuple[str, torch.Tensor]
+Pieces = dict[Spread | None, list[torch.Tensor]]
 
 
 def grad_norm(
@@ -77,16 +83,20 @@ def _read_limit(max_norm: float) -> float:
 # ---- where the gradients lie --------------------------------------------------------------------------
 
 
-def _pieces(named: Sequence[Named], reducer: Reducer | None) -> list[torch.Tensor]:
-    """Return as few tensors as hold every gradient once."""
-    pieces: list[torch.Tensor] = []
+def _pieces(named: Sequence[Named], reducer: Reducer | None) -> Pieces:
+    """Return as few tensors as hold every gradient once, by how they are spread over other ranks."""
+    pieces: Pieces = {None: []}
     covered: set[int] = set()
     for shelf in reducer.shelves if reducer is not None else ():
         for stretch, positions in _stretches(shelf):
-            pieces.append(stretch)
-            covered.update(id(shelf.parameters[position]) for position in positions)
-    rest = (p.grad for _, p in named if id(p) not in covered)
-    return pieces + [gradient for gradient in rest if gradient is not None and gradient.numel()]
+            pieces.setdefault(spread_of(shelf.parameters[positions[0]]), []).append(stretch)
+            covered.update(id(owner_of(shelf.parameters[position])) for position in positions)
+    for _, parameter in named:
+        gradient = parameter.grad
+        if gradient is not None and id(parameter) not in covered:
+            # Empty parts, too: others have theirs, and nobody is left alone with the question.
+            pieces.setdefault(spread_of(parameter), []).append(local_of(gradient))
+    return pieces
 
 
 def _stretches(shelf: Shelf) -> Iterator[tuple[torch.Tensor, range]]:
@@ -95,16 +105,22 @@ def _stretches(shelf: Shelf) -> Iterator[tuple[torch.Tensor, range]]:
     if flat is None or not flat.numel():
         return
     gradients = [parameter.grad for parameter in shelf.parameters]
-    if shelf.resident(gradients) is flat:
+    spreads = [spread_of(parameter) for parameter in shelf.parameters]
+    if len(set(spreads)) == 1 and shelf.resident(gradients) is flat:
         yield flat, range(len(slots))
         return
-    first = 0
-    for position, gradient in enumerate([*gradients, None]):
-        if gradient is None or not shelf.is_resident(position, gradient):
-            if position - first > 1:
-                last = slots[position - 1]
-                yield flat[slots[first].offset : last.offset + last.numel], range(first, position)
-            first = position + 1
+
+    def kind(position: int) -> Any:
+        """Tell stretches apart; gradients that do not lie here are in none."""
+        gradient = gradients[position]
+        is_here = gradient is not None and shelf.is_resident(position, gradient)
+        return spreads[position] if is_here else shelf
+
+    for found, run in itertools.groupby(range(len(slots)), kind):
+        positions = list(run)
+        if found is not shelf:
+            first, last = slots[positions[0]], slots[positions[-1]]
+            yield flat[first.offset : last.offset + last.numel], range(positions[0], positions[-1] + 1)
 
 
 def _home(named: Sequence[Named]) -> torch.device:
@@ -115,8 +131,20 @@ def _home(named: Sequence[Named]) -> torch.device:
 # ---- arithmetic ---------------------------------------------------------------------------------------
 
 
-def _norm(pieces: Sequence[torch.Tensor], order: float, home: torch.device) -> torch.Tensor:
-    """Put the norms of all pieces together, on one device."""
+def _norm(pieces: Pieces, order: float, home: torch.device) -> torch.Tensor:
+    """Put the norms of all pieces together, on one device, and over the ranks that hold the other parts."""
+    norms = [
+        norm if spread is None else spread.norm(norm, order)
+        for spread, some in sorted(pieces.items(), key=lambda item: str(item[0]))  # alike on every rank
+        if (norm := _norm_here(some, order, home)) is not None
+    ]
+    if not norms:
+        return torch.tensor(0.0, device=home)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def _norm_here(pieces: Sequence[torch.Tensor], order: float, home: torch.device) -> torch.Tensor | None:
+    """Put the norms of some pieces together, on one device; nothing, if there are none."""
     small, parts = [], []
     for piece in pieces:
         dense = piece.coalesce().values() if piece.layout is torch.sparse_coo else piece
@@ -127,7 +155,7 @@ def _norm(pieces: Sequence[torch.Tensor], order: float, home: torch.device) -> t
     for alike in _by_kind(small):
         parts += torch._foreach_norm(alike, order, dtype=_dtype_of(alike[0]))
     if not parts:
-        return torch.tensor(0.0, device=home)
+        return torch.tensor(0.0 if order > 0 else math.inf, device=home) if pieces else None
     everything = torch.cat([part.to(home).view(-1) for part in parts])
     exact = torch.float64 if home.type in ("cpu", "cuda") else None
     total: torch.Tensor = torch.linalg.vector_norm(everything, order, dtype=exact)
@@ -149,7 +177,8 @@ def _dtype_of(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype.itemsize < 4 else None
 
 
-def _scale(pieces: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+def _scale(spread: Pieces, factor: torch.Tensor) -> None:
+    pieces = [piece for some in spread.values() for piece in some]
     factors = {device: factor.to(device) for device in {piece.device for piece in pieces}}
     dense = [piece for piece in pieces if piece.layout is torch.strided]
     for alike in _by_kind(dense):
@@ -172,7 +201,7 @@ def _not_finite(named: Sequence[Named], total: torch.Tensor, order: float) -> Ru
         values = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
         return not bool(values.isfinite().all())
 
-    odd = [name for name, p in named if p.grad is not None and is_odd(p.grad)]
+    odd = [name for name, p in named if p.grad is not None and is_odd(local_of(p.grad))]
     return RuntimeError(
         f"the norm of order {order:g} of the gradients is {total.item()}, so nothing was clipped. NaN or Inf "
         f"in: {name_some(odd) or 'none of them: their norm is too large for its dtype'}. Drop this step with "

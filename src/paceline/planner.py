@@ -15,7 +15,7 @@ from paceline.recorder import Recorder
 from paceline.shelf import Layout
 from paceline.tally import Outcome
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
+Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class Planner:

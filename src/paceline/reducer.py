@@ -36,6 +36,7 @@ from paceline.planner import Planner
 from paceline.recorder import Recorder, is_counted
 from paceline.remote import Context
 from paceline.riders import Rider
+from paceline.sharded import Part, leaf_of
 from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
@@ -58,6 +59,7 @@ class Reducer:
     ) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._leaves = [leaf_of(parameter) for parameter in self._parameters]  # as they are reduced
         self._wiring = wiring
         self.name = wiring.name
         self.step = 0  # reduced backwards that were started, failed ones included
@@ -71,7 +73,7 @@ class Reducer:
         self._is_remote = False  # the present backward is one of distributed autograd
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         # In a fixed order all ranks use one unit.
-        self._local = LocalGradients(self._parameters, Ledger(of_one=wiring.deterministic))
+        self._local = LocalGradients(self._leaves, Ledger(of_one=wiring.deterministic))
         self._held: set[int] = set()  # parameters that autograd comes back to within one backward
         self._backward: SyncedBackward | LocalBackward | None = None
         self._handed_out: Layout | None = None  # what the present gradients lie in
@@ -83,7 +85,7 @@ class Reducer:
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._closed = False  # the present backward has been closed here
         self.recorder = Recorder(clocks_for(self._parameters))
-        self._planner = Planner(named, caps, wishes or Wishes(), wiring.hook, self.recorder)
+        self._planner = Planner(self._named_leaves(), caps, wishes or Wishes(), wiring.hook, self.recorder)
         self._caps = caps
         self.watch = 0  # counts how often other parameters were watched
         self._watch()
@@ -97,15 +99,18 @@ class Reducer:
         self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
         self._by_node = {node: index for index, node in enumerate(self._nodes)}
         self.watch += 1
-        self._handles = [node.register_hook(self._on_gradient_of(i)) for i, node in enumerate(self._nodes)]
-        self._tree = Tree(self._parameters, self._names) if self._wiring.deterministic else None
+        self._handles = [
+            node.register_hook(self._on_gradient_of(index, leaf))
+            for index, (node, leaf) in enumerate(zip(self._nodes, self._leaves, strict=True))
+        ]
+        self._tree = Tree(self._leaves, self._names) if self._wiring.deterministic else None
         if self._tree is not None:
             nodes = enumerate(self._nodes)
             self._handles += [node.register_prehook(self._before_gradient_of(i)) for i, node in nodes]
         self._kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
         self._addresses = self._addresses_now()
 
-    def _on_gradient_of(self, index: int) -> Callable[[Any, Any], None]:
+    def _on_gradient_of(self, index: int, leaf: torch.Tensor) -> Callable[[Any, Any], None]:
         def on_gradient(_inputs: Any, outputs: Any) -> None:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
@@ -114,7 +119,15 @@ class Reducer:
             if outputs[0] is not None or not backward.has_seen(index):
                 backward.arrived(index)
 
-        return on_gradient
+        if not isinstance(leaf, Part):
+            return on_gradient
+
+        def on_sharded_gradient(inputs: Any, outputs: Any) -> None:
+            """Sum up what is partial over the parameter's own mesh first."""
+            leaf.settle(self._names[index])
+            on_gradient(inputs, outputs)
+
+        return on_sharded_gradient
 
     def _before_gradient_of(self, index: int) -> Callable[[Any], Any]:
         def before_gradient(gradients: Any) -> Any:
@@ -147,16 +160,18 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._names = [name for name, _ in named]
+        known = dict(zip(map(id, self._parameters), self._leaves, strict=True))
         self._parameters = [parameter for _, parameter in named]
-        self._local.move_to(self._parameters)
+        self._leaves = [known.get(id(parameter), leaf_of(parameter)) for parameter in self._parameters]
+        self._local.move_to(self._leaves)
         self._held.clear()
         self.steps.move_to(self._parameters)
         tree = self._tree
         self._watch()
         if tree is not None and self._tree is not None:
             self._tree.take_over(tree)
-        bind(self._wiring.hook, named, self._wiring.comm)
-        self._planner = Planner(named, self._caps, wishes, self._wiring.hook, self.recorder)
+        bind(self._wiring.hook, self._named_leaves(), self._wiring.comm)
+        self._planner = Planner(self._named_leaves(), self._caps, wishes, self._wiring.hook, self.recorder)
 
     def _agree_on_change(self) -> None:
         try:
@@ -214,7 +229,7 @@ class Reducer:
                 backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
         else:
             backward = self._backward = LocalBackward(
-                self._parameters, self._local.indices, self._tree, counts=self._local.counts
+                self._leaves, self._local.indices, self._tree, counts=self._local.counts
             )
             self.recorder.counts_local()
         self._arm()
@@ -687,7 +702,7 @@ class Reducer:
     def set_hook(self, hook: Hook) -> None:
         """Take another hook, from the next backward on; every rank has to do so at the same point."""
         self.check_may_change("the hook")
-        bind(hook, list(zip(self._names, self._parameters, strict=True)), self._wiring.comm)
+        bind(hook, self._named_leaves(), self._wiring.comm)
         old, self._wiring = self._wiring.hook, dataclasses.replace(self._wiring, hook=hook)
         if isinstance(old, StatefulHook) and old is not hook:
             old.settle()
@@ -714,7 +729,7 @@ class Reducer:
     def rewire(self, wiring: Wiring, step: int) -> None:
         """Work with other ranks from now on."""
         self.check_may_change("the group")
-        bind(wiring.hook, list(zip(self._names, self._parameters, strict=True)), wiring.comm)
+        bind(wiring.hook, self._named_leaves(), wiring.comm)
         self._wiring, self.name, self.step, self._peer_lost = wiring, wiring.name, step, None
         self.steps.count = 0
         self._broken = ""
@@ -780,6 +795,9 @@ class Reducer:
         """Yield the parameters that are watched, with their names."""
         return zip(self._names, self._parameters, strict=True)
 
+    def _named_leaves(self) -> list[tuple[str, torch.Tensor]]:
+        return list(zip(self._names, self._leaves, strict=True))
+
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that are watched, frozen ones included."""
@@ -817,7 +835,7 @@ class Reducer:
         return {self._names[i]: p for i in suspects if (p := self._parameters[i]).grad is not None}
 
     def _addresses_now(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._parameters]
+        return [leaf.data_ptr() for leaf in self._leaves]
 
     def moved(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that were cast or moved: torch forgets their hooks then.
@@ -860,7 +878,7 @@ def _do_nothing(_leaves: Callable[[], set[int]] | None) -> None:
     """Look at nothing."""
 
 
-def bind(hook: Hook, named: Sequence[Named], comm: Comm) -> None:
+def bind(hook: Hook, named: Sequence[tuple[str, torch.Tensor]], comm: Comm) -> None:
     """Let a hook get to know the parameters and the ranks, if it wants to."""
     if isinstance(hook, StatefulHook):
         hook.bind(named, comm)

@@ -49,6 +49,7 @@ from paceline.settings import (
     watched_in,
     wishes_for,
 )
+from paceline.sharded import leaf_of, spreads_in
 from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
 from paceline.torch_private import engine_watch, module_watch, watch_loaders
@@ -87,7 +88,7 @@ class Replica:
         if original is None:
             agree_on_hook(settings.hook, watched, comm)
         else:
-            bind(settings.hook, watched, comm)
+            bind(settings.hook, [(name, leaf_of(p)) for name, p in watched], comm)
         if replaces is not None:
             replaces.detach()
         self._low_precision: LowPrecision | None = None
@@ -104,7 +105,7 @@ class Replica:
         self._key = id(module)
         self._watched = watched
         self.wrapper: weakref.ref[Any] | None = None  # what explains itself beside the module
-        specs = [spec_of(name, p) for name, p in watched]
+        specs = [spec_of(name, leaf_of(p)) for name, p in watched]
         trained = [index for index, (_, p) in enumerate(watched) if p.requires_grad]
         self.first_plan = plan_buckets(specs, settings.caps, order=trained[::-1], wishes=wishes)
         self.due = Due(FORWARD)
@@ -286,7 +287,8 @@ class Replica:
         riders = [r for r in reducer.wiring.riders if not isinstance(r, finite.FiniteCheck | auditing.Audit)]
         if self.settings.check_finite is not None:
             tell = functools.partial(reducer.exchange, b"finite")
-            riders.append(finite.FiniteCheck(self.settings.check_finite, tell))
+            spreads = spreads_in(reducer.parameters)
+            riders.append(finite.FiniteCheck(self.settings.check_finite, tell, spreads))
         if self._schedule is not None:
             riders.append(auditing.Audit(self._schedule, reducer))
         reducer.set_riders(riders)

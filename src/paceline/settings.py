@@ -42,6 +42,7 @@ class Settings:
     loader_check: bool = True  # compare how many batches the ranks have drawn
     stall_seconds: float = STALL_SECONDS  # of waiting, before a line tells what for
     timeout_seconds: float | None = None  # of waiting; None: the process group's own
+    is_group_chosen: bool = False  # somebody has said which ranks are data-parallel
 
     def own(self, module: nn.Module) -> frozenset[str]:
         """Name the parameters and buffers that are each rank's own from the beginning."""

@@ -13,6 +13,7 @@ from paceline.errors import name_some
 from paceline.hooks import Hook, StatefulHook
 from paceline.reducer import bind
 from paceline.settings import Settings, check_model
+from paceline.sharded import check_sharding, leaf_of
 
 
 class Holder(Protocol):
@@ -39,11 +40,13 @@ def agree_and_take_state(module: nn.Module, comm: Comm, settings: Settings, othe
 def agree_on_hook(hook: Hook, watched: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:
     """Let the hook get to know the parameters. One that cannot, on one rank, makes all ranks raise."""
     if isinstance(hook, StatefulHook):
-        agree_to_start(comm, lambda: bind(hook, watched, comm), lambda: [])
+        leaves = [(name, leaf_of(parameter)) for name, parameter in watched]
+        agree_to_start(comm, lambda: bind(hook, leaves, comm), lambda: [])
 
 
 def _check(module: nn.Module, comm: Comm, settings: Settings, others: Holders) -> None:
     check_model(module, settings)
+    check_sharding(module, comm.ranks, is_chosen=settings.is_group_chosen)
     comm.claim(module)
     _check_overlap(module, others)
 

@@ -16,6 +16,8 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch._dynamo.compiled_autograd, its compiled_autograd_enabled and _disable
     torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
+    DTensor(local, spec, requires_grad), its _local_tensor and _spec; AsyncCollectiveTensor
+    torch._C._disabled_torch_function_impl
 """
 
 import logging
@@ -36,6 +38,7 @@ from paceline.places import Sentry, here
 
 Node = torch.autograd.graph.Node
 CFuture = torch._C.Future  # what a collective's get_future() returns
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 _DOOR = "_engine_run_backward"
 _CLIP = "_clip_grads_with_norm_"
@@ -124,6 +127,35 @@ def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> dict[int, Sequen
         for handle in handles.get(parameter, ()):
             handle.remove()
     return {id(p): p._in_backward_optimizers for p in owned}
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Tell whether a tensor is a DTensor. Where their module is not loaded there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor: the tensor itself, outside of any graph."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def placed_like(part: torch.Tensor, like: Any) -> Any:
+    """Return a DTensor that has this very part here, and is placed like another."""
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    # Made around the other's part: copies of a DTensor fail in torch if it was made around a view.
+    placed = make(like._local_tensor, like._spec, requires_grad=False)
+    placed._local_tensor = part
+    return placed
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a functional collective has computed, once it is there; any other tensor as it is."""
+    wait = getattr(tensor, "wait", None)
+    return tensor if wait is None else wait()
 
 
 def agent_is_set() -> bool:

@@ -25,7 +25,7 @@ from torch import fx
 from paceline.compile.arrivals import ARRIVED, Receiver
 from paceline.compile.inputs import parameters_of
 from paceline.plan import MIB
-from paceline.torch_private import engine_watch
+from paceline.torch_private import engine_watch, is_dtensor
 
 log = logging.getLogger("paceline")
 POINTS = 16  # at most about so many, in one graph: each costs the host some time
@@ -56,6 +56,8 @@ def _watched(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
     """Return the positions of the inputs whose gradients may be taken early."""
     ours = {id(p) for reducer in engine_watch.in_order() if reducer.may_take for p in reducer.parameters}
     if not ours or not isinstance(graph, fx.GraphModule):  # with lists among its inputs it comes by again
+        return set()
+    if any(map(is_dtensor, example_inputs)):  # they are taken apart, and the positions are others then
         return set()
     parameters = parameters_of(graph, example_inputs)
     inputs = graph.graph.find_nodes(op="placeholder")

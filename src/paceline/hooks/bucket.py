@@ -8,7 +8,7 @@ import torch
 
 from paceline.comm import Comm, Pending
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
+Named = Sequence[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)

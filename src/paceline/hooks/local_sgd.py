@@ -22,6 +22,7 @@ from paceline.hooks.averaging import average_parameters
 from paceline.hooks.bucket import GradBucket, Named, Way
 from paceline.hooks.checks import check_whole
 from paceline.hooks.remembering import RememberingHook
+from paceline.sharded import owner_of
 from paceline.torch_private import engine_watch
 
 EVERY = 8
@@ -147,7 +148,7 @@ class LocalSGD(RememberingHook):
     def _on_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Average what has been stepped on. Called by torch after each step of any optimizer."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        stepped = [(name, parameter) for name, parameter in self._named if id(parameter) in held]
+        stepped = [(name, parameter) for name, parameter in self._named if id(owner_of(parameter)) in held]
         if not stepped or not self._counts(stepped[0][0]):
             return
         if engine_watch.inside():

@@ -9,6 +9,7 @@ import torch
 from paceline.comm import Comm
 from paceline.errors import name_some
 from paceline.hooks.bucket import Named, StatefulHook
+from paceline.sharded import owner_of
 
 Shapes = Mapping[str, torch.Size]
 
@@ -108,4 +109,4 @@ class RememberingHook(StatefulHook):
 
 
 def _same(named: Named, others: Named) -> bool:
-    return [id(parameter) for _, parameter in named] == [id(parameter) for _, parameter in others]
+    return [id(owner_of(p)) for _, p in named] == [id(owner_of(p)) for _, p in others]
