@@ -579,3 +579,26 @@ def test_a_mesh_of_several_dimensions_is_refused_by_its_names() -> None:
         ValueError, match=r"one mesh dimension, such as mesh\[\"dp\"\]; this mesh has .*dp.*tp"
     ):
         paceline.replicate(model, mesh=mesh)
+
+
+@ranks(4)
+def test_ranks_that_choose_different_dimensions_are_told_so_within_seconds(rank: int) -> None:
+    mesh = mesh_of()
+    chosen = "dp" if rank < 2 else "tp"
+
+    if rank < 2:  # those of the other choice are complete, and find nothing wrong with plain parameters
+        with pytest.raises(
+            paceline.RanksDisagree,
+            match=rf"this one over dp \(ranks {rank}, {rank + 2}\), rank {rank + 2} over tp \(ranks 2, 3\)",
+        ):
+            paceline.replicate(nn.Linear(2, 2), mesh=mesh[chosen])
+    else:
+        paceline.replicate(nn.Linear(2, 2), mesh=mesh[chosen])
+
+
+@ranks(2)
+def test_what_is_no_mesh_and_a_name_that_the_mesh_does_not_have() -> None:
+    with pytest.raises(TypeError, match="mesh has to be a DeviceMesh, got str"):
+        paceline.replicate(nn.Linear(2, 2), mesh="dp")
+    with pytest.raises((KeyError, ValueError, RuntimeError), match="data"):
+        mesh_of(2, 1)["data"]

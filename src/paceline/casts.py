@@ -8,8 +8,6 @@ communication to start early, and few enough to cost little.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from inspect import currentframe
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +58,6 @@ class Forward:
         batches: Sequence[Callable[[], Iterable[Wanted]]],
         streams: dict[torch.device, torch.cuda.Stream],
     ) -> None:
-        self.calls: list[FrameType | None] = []  # of the module within itself, the outermost first
         self._batches = batches
         self._there: dict[_Key, torch.Tensor] = {}
         self._held: list[Batch] = []  # with the parameters, whose ids are keys here
@@ -115,14 +112,6 @@ class Forward:
             with torch.cuda.stream(side):
                 for batch in batches:
                     batch.fill_beside(main)
-
-    def is_on_the_stack(self) -> bool:
-        """Tell whether this thread is still inside the call."""
-        outermost = self.calls[0] if self.calls else None
-        frame = currentframe()
-        while frame is not None and frame is not outermost:
-            frame = frame.f_back
-        return frame is outermost
 
     def close(self) -> None:
         """Make it safe to let the casts go."""

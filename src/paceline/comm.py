@@ -294,11 +294,18 @@ def _rehearsed(comm: Comm, group: dist.ProcessGroup | None) -> Comm:
 
 def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
     """Return the process group of a one-dimensional device mesh."""
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(f"mesh has to be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or f"{mesh.ndim} dimensions"
         raise ValueError(f'replicate over one mesh dimension, such as mesh["dp"]; this mesh has {names}')
     group: dist.ProcessGroup = mesh.get_group()
     return group
+
+
+def name_of_mesh(mesh: Any) -> str:
+    """Return what the dimension of a one-dimensional mesh is called."""
+    return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "a mesh"
 
 
 def cpu_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -6,19 +6,13 @@ cast, tied to the parameter by autograd, so that gradients arrive at the paramet
     optimizer, state_dict, reducer     parameter ─── cast ──> forward
                                        gradient  <── cast ─── backward
 
-Forward reads a parameter from its owner's ``_parameters``. That dictionary is replaced by one which answers
-with casts to the thread that runs the module's forward, and to a backward that computes something again
-(activation checkpointing). Everybody else, copies and pickles included, finds the parameters themselves.
+Casts stand in for the parameters while forward runs, see paceline.stand_ins.
 """
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import currentframe
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +21,7 @@ from torch import nn
 from paceline.casts import AGAIN, TRACED, Forward, Source, Wanted
 from paceline.errors import name_some
 from paceline.nested import map_tensors
-from paceline.torch_private import engine_watch
+from paceline.stand_ins import Calls, StandIns, is_computed_again
 
 BATCH_NBYTES = 4 * 1024 * 1024
 BATCHES_AT_MOST = 64
@@ -37,8 +31,6 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 # What the configurations of other wrappers can ask for beyond the dtypes.
 NOT_TAKEN = ("keep_low_precision_grads", "output_dtype")
-
-CALL = nn.Module.__call__.__code__
 
 
 @dataclass(frozen=True)
@@ -103,16 +95,12 @@ class LowPrecision:
         self._module = weakref.ref(module)
         self._batches: list[partial[Iterator[Wanted]]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._thread = threading.local()
+        self._calls = Calls(self._begin, self._end)
         self._handles: list[Any] = []
         self._buffers = _cast_buffers(module, precision.buffer, left_out)
         if precision.param is not None:
             self._attach(module, precision.param, left_out)
-            # First in line, so that the module's other hooks see what forward sees.
-            self._handles = [
-                module.register_forward_pre_hook(_Hook(self._on_call), with_kwargs=True, prepend=True),
-                module.register_forward_hook(_Hook(self._on_return), always_call=True),
-            ]
+            self._handles = self._calls.attach(module, self._cast_inputs)
 
     def _attach(self, module: nn.Module, dtype: torch.dtype, left_out: frozenset[str]) -> None:
         kept = {id(p) for name, p in module.named_parameters() if name in left_out}
@@ -135,7 +123,7 @@ class LowPrecision:
 
     def remove(self) -> None:
         """Take everything off again: a plain module, its buffers in the dtypes that they had."""
-        self._end_forward()
+        self._calls.end()
         for handle in self._handles:
             handle.remove()
         module = self._module()
@@ -149,65 +137,32 @@ class LowPrecision:
 
     # ---- the module is called --------------------------------------------------------------------
 
-    def _on_call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begin to answer with casts. Called before the module's forward."""
-        forward = self._forward_of_this_thread()
-        if forward is None:
-            forward = self._thread.forward = Forward(self._batches, self._streams)
-            self.running += 1
-        forward.calls.append(_frame_of_call())
+    def _begin(self) -> Forward:
+        self.running += 1
+        return Forward(self._batches, self._streams)
+
+    def _end(self, forward: Forward) -> None:
+        self.running -= 1
+        forward.close()
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = self.precision.param
         if dtype is None or not self.precision.inputs:
             return args, kwargs
         cast = partial(_cast_floating, dtype=dtype)
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 
-    def _on_return(self, *_: Any) -> None:
-        """End it. Called after the module's forward; also when it raised, and when a hook before ours did."""
-        forward = getattr(self._thread, "forward", None)
-        if forward is not None and forward.calls[-1] is _frame_of_call():
-            forward.calls.pop()
-            if not forward.calls:
-                self._end_forward()
-
-    def _forward_of_this_thread(self) -> Forward | None:
-        """Return the forward that runs here, if one does.
-
-        No hook is told of a KeyboardInterrupt and its like, so a forward may be over without our notice.
-        """
-        forward: Forward | None = getattr(self._thread, "forward", None)
-        if forward is not None and not forward.is_on_the_stack():
-            self._end_forward()
-            return None
-        return forward
-
-    def _end_forward(self) -> None:
-        forward, self._thread.forward = getattr(self._thread, "forward", None), None
-        if forward is not None:
-            self.running -= 1
-            forward.close()
-
     # ---- a parameter is read ---------------------------------------------------------------------
 
     def source(self, *, of_many: bool = False) -> Source | None:
-        """Return who casts for a reader that asks now; None if it gets the parameters themselves.
-
-        To look at the stack for each single parameter would cost more than all the rest. Who reads
-        ``of_many`` (state_dict(), parameters()) is rarely a forward and often saves a checkpoint: there it is
-        done.
-        """
+        """Return who casts for a reader that asks now; see StandIns."""
         if torch.compiler.is_dynamo_compiling():
             return TRACED if self.running else None
-        forward: Forward | None
-        forward = self._forward_of_this_thread() if of_many else getattr(self._thread, "forward", None)
-        if forward is not None:
-            return forward
-        # Inside a backward, who enables gradients computes something again.
-        return AGAIN if engine_watch.inside() and torch.is_grad_enabled() else None
+        return self._calls.current(surely=of_many) or (AGAIN if is_computed_again() else None)
 
 
-class _Parameters(dict[str, Any]):
-    """A module's parameters by name, which forward reads as casts. Copies and pickles are plain."""
+class _Parameters(StandIns):
+    """A module's parameters by name, which forward reads as casts."""
 
     def __init__(
         self, parameters: dict[str, Any], low: LowPrecision, dtype: torch.dtype, kept: frozenset[str]
@@ -218,26 +173,11 @@ class _Parameters(dict[str, Any]):
         self.batch_of: dict[str, int] = {}
         self._kept = kept
 
-    def __getitem__(self, key: str) -> Any:
-        return self._read(key, super().__getitem__(key), self.low.source())
+    def source(self, *, of_many: bool = False) -> Source | None:
+        return self.low.source(of_many=of_many)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._read(key, super().get(key, default), self.low.source())
-
-    def items(self) -> Any:
-        source = self.low.source(of_many=True)
-        if source is None:
-            return super().items()
-        return {key: self._read(key, parameter, source) for key, parameter in super().items()}.items()
-
-    def values(self) -> Any:
-        return super().values() if self.low.source(of_many=True) is None else dict(self.items()).values()
-
-    def __reduce__(self) -> Any:
-        return dict, (self.copy(),)
-
-    def _read(self, key: str, parameter: Any, source: Source | None) -> Any:
-        if source is None or not self._is_cast(key, parameter):
+    def stand_in(self, key: str, parameter: Any, source: Source) -> Any:
+        if not self._is_cast(key, parameter):
             return parameter
         return source.cast(parameter, self.dtype, self.batch_of.get(key))
 
@@ -251,7 +191,7 @@ class _Parameters(dict[str, Any]):
 
     def wanted(self, key: str) -> Wanted | None:
         """Return what forward is going to read here as a cast, as things are now."""
-        parameter = super().get(key)
+        parameter = dict.get(self, key)
         return (parameter, self.dtype) if parameter is not None and self._is_cast(key, parameter) else None
 
 
@@ -287,29 +227,6 @@ def _wanted(places: Sequence[_Place]) -> Iterator[Wanted]:
         wanted = dictionary and dictionary.wanted(key)
         if wanted:
             yield wanted
-
-
-class _Hook:
-    """A forward hook that is of no use to copies and pickles of its module: there it does nothing."""
-
-    def __init__(self, act: Any) -> None:
-        self._act = act
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, _module: nn.Module, *given: Any) -> Any:
-        return self._act(*given)
-
-    def __reduce__(self) -> Any:
-        # A function that takes anything and returns None, and that loads where paceline is not installed.
-        return getattr, (nullcontext(), "__exit__")
-
-
-def _frame_of_call() -> FrameType | None:
-    """Return the call of a module that the running hook belongs to."""
-    frame = currentframe()
-    while frame is not None and frame.f_code is not CALL:
-        frame = frame.f_back
-    return frame
 
 
 def _dtype_for(owner: nn.Module, dtype: torch.dtype) -> torch.dtype:
@@ -384,6 +301,12 @@ def _check_parts(module: nn.Module) -> None:
         raise ValueError(
             f"{name_some(already)} computes in mixed precision already; remove() that first, or give it to "
             "the outer module only"
+        )
+    localized = [name for name, parameters in parts if isinstance(parameters, StandIns)]
+    if localized:
+        raise ValueError(
+            f"mixed precision cannot reach the parameters of {name_some(localized)}: they are localized. "
+            "Replicate the sharded module itself, which needs no localize()"
         )
     odd = [name for name, parameters in parts if not isinstance(parameters, dict)]
     if odd:

@@ -24,6 +24,7 @@ from paceline.errors import PeerLost, first_line, name_ranks
 from paceline.hosts import this_place
 from paceline.link_faults import Fault, How, communication_fault
 from paceline.torch_private import backend_of
+from paceline.whereabouts import Whereabouts
 
 LENGTHS = (1, 7, 4099)  # odd ones, below and above what transports treat as one piece
 PATIENCE_SECONDS = 120.0  # for small messages, and a library's start, once every rank is there
@@ -48,13 +49,17 @@ _passed: weakref.WeakSet[Any] = weakref.WeakSet()
 _rounds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def preflight(comm: Comm, module: object) -> None:
-    """Check the link, once for a group. Every rank calls this, whatever is wrong with its arguments."""
+def preflight(comm: Comm, module: object, mesh: str = "") -> None:
+    """Check the link, once for a group. Every rank calls this, whatever is wrong with its arguments.
+
+    ``mesh`` says which dimension of a mesh the group is, if it is one.
+    """
     if not isinstance(comm, GroupComm) or comm.size == 1 or comm.group in _passed:
         return
     number = _rounds[comm.group] = _rounds.get(comm.group, 0) + 1
     try:
-        _Preflight(comm, board_of(comm, f"preflight {number}"), _devices_of(module)).run()
+        whereabouts = Whereabouts(comm, mesh) if mesh else None
+        _Preflight(comm, board_of(comm, f"preflight {number}"), _devices_of(module), whereabouts).run()
     except DistError as error:
         raise PeerLost(
             f"the store of the process group does not answer: {first_line(error)}. The process that hosts "
@@ -66,10 +71,17 @@ def preflight(comm: Comm, module: object) -> None:
 class _Preflight:
     """One look at one group."""
 
-    def __init__(self, comm: GroupComm, board: Board | None, devices: Mapping[str, torch.device]) -> None:
+    def __init__(
+        self,
+        comm: GroupComm,
+        board: Board | None,
+        devices: Mapping[str, torch.device],
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
         self._comm = comm
         self._board = board
         self._devices = devices
+        self._whereabouts = whereabouts
         self._faults: list[Fault] = []
         self._is_stopped = False  # a collective did not end here: none that follows can match
         self._met_at: float | None = None  # when every rank was seen to have come
@@ -99,6 +111,8 @@ class _Preflight:
             elif kind == "cuda" and not torch.cuda.is_available():
                 board.mark(f"lacks {kind}")
         board.come("here")
+        if self._whereabouts is not None:
+            self._whereabouts.wait(lambda: board.is_full("here"), self._comm.seconds)
 
     def _other_devices(self) -> list[torch.device]:
         """Return this rank's devices of the kinds that models are on, on any rank."""

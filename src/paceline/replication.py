@@ -20,9 +20,10 @@ from paceline.activity import trainer
 from paceline.agreement import agree_to_start, traits_of
 from paceline.buffer_policies import FORWARD, Due, Policy
 from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
-from paceline.comm import Comm, comm_over, group_of_mesh
+from paceline.comm import Comm, comm_over, group_of_mesh, name_of_mesh
 from paceline.compile.installing import install as get_ready_to_compile
 from paceline.control import Control, control_over
+from paceline.errors import name_some
 from paceline.explain import explain
 from paceline.facts import facts_of
 from paceline.farewell import rest_at_exit
@@ -537,7 +538,7 @@ class Replica:
         if [id(p) for _, p in watched] == [id(p) for p in reducer.parameters]:
             self._changes = changes
             return
-        if leaves is not None and leaves().isdisjoint(id(p) for _, p in watched):
+        if leaves is not None and not _is_of(leaves(), watched, reducer.parameters):
             return
         # Not noted before all ranks have agreed: if one of them fails, it is looked for again.
         new: list[torch.Tensor] = [
@@ -615,6 +616,25 @@ class Replica:
         return self.reducer.parameters if self.reducer else ()
 
 
+def _is_of(leaves: set[int], now: Sequence[tuple[str, Any]], before: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a backward is one of the parameters that a module has now.
+
+    It may be one of those that it had before, whose forward has run already, or of none.
+    """
+    present = {id(parameter) for _, parameter in now}
+    known = {id(parameter) for parameter in before}
+    if leaves.isdisjoint(known - present):
+        return not leaves.isdisjoint(present)
+    new = [name for name, parameter in now if id(parameter) in leaves - known]
+    if new:
+        raise RuntimeError(
+            f"the module was given other parameters ({name_some(new)}) in place of some that this backward "
+            "reaches as well, so that not all of them can be reduced. Run the backwards of all forwards "
+            "before parameters are replaced"
+        )
+    return False
+
+
 # Which modules are replicated. It is kept here, by identity, because what is stored in a module would
 # travel with its copies and pickles; an entry ends with its module.
 _replicas: dict[int, Replica] = {}
@@ -642,6 +662,11 @@ def replica(module: nn.Module) -> Replica:
     return found
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Tell whether a module, a part of it, or what it is wrapped around is replicated."""
+    return any(id(part) in _replicas for part in (*_unwrapped(module), *module.modules()))
+
+
 def _unwrapped(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module, and what is inside of it: of compiled ones, and of wrappers."""
     inner: nn.Module | None = module
@@ -663,7 +688,7 @@ def comm_for(group: Any, mesh: Any, module: object) -> Comm:
     if group is not None and mesh is not None:
         raise ValueError("give a process group or a device mesh, not both")
     comm = comm_over(group if mesh is None else group_of_mesh(mesh))
-    preflight(comm, module)
+    preflight(comm, module, "" if mesh is None else name_of_mesh(mesh))
     return comm
 
 

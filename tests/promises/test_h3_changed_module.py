@@ -163,3 +163,32 @@ def test_tensors_that_stand_in_for_one_forward_are_no_change(rank: int) -> None:
     torch.func.functional_call(model, others, share(batch()))
     loss_of(model, share(batch())).backward()
     assert paceline.replica(model).step == 1
+
+
+@ranks(2)
+def test_a_backward_whose_parameters_were_replaced_after_its_forward_is_reduced(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    paceline.replicate(model)
+    old, batch = model[0].weight, torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+
+    loss = model(batch[rank : rank + 1]).sum()
+    model[0].weight = nn.Parameter(old.detach().clone())
+    loss.backward()
+
+    seen = [torch.empty_like(old) for _ in range(2)]
+    dist.all_gather(seen, old.grad.contiguous())
+    assert torch.equal(seen[0], seen[1])
+
+
+@ranks(2)
+def test_a_backward_of_old_and_new_parameters_at_once_is_refused(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    paceline.replicate(model)
+    first = model(torch.ones(1, 2)).sum()
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+    second = model[0](torch.ones(1, 2)).sum()
+
+    with pytest.raises(RuntimeError, match=r"given other parameters \(0.weight\) in place of some"):
+        (first + second).backward()
