@@ -147,8 +147,8 @@ def test_tied_parameters_stay_one_and_copies_are_plain() -> None:
 
 
 @ranks(4)
-def test_torchs_own_transform_trains_on_our_class_as_it_does_on_torchs() -> None:
-    """It makes new parameters in each forward, so that the first step is all that it is good for."""
+def test_a_model_that_torchs_own_transform_has_localized_trains_and_keeps_its_parameters() -> None:
+    """On torch's class the parameters are not listed any more after the first forward."""
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
     mesh = mesh_of()
@@ -157,12 +157,15 @@ def test_torchs_own_transform_trains_on_our_class_as_it_does_on_torchs() -> None
     model = paceline.DistributedDataParallel(inner, process_group=mesh["dp"].get_group())
     optimizer, reference = (torch.optim.Adam(m.parameters(), 1e-2) for m in (model, whole))
 
-    model(batch_of(0, mesh["dp"].get_local_rank())).square().mean().backward()
-    whole(batch_of(0)).square().mean().backward()
-    optimizer.step()
-    reference.step()
-
-    torch.testing.assert_close(model(batch_of(1)), whole(batch_of(1)), atol=1e-5, rtol=1e-5)
+    names = [name for name, _ in model.named_parameters()]
+    for step in range(3):
+        model(batch_of(step, mesh["dp"].get_local_rank())).square().mean().backward()
+        whole(batch_of(step)).square().mean().backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        assert [name for name, _ in model.named_parameters()] == names
+        torch.testing.assert_close(model(batch_of(9)), whole(batch_of(9)), atol=1e-5, rtol=1e-5)
 
 
 # ---- bad input --------------------------------------------------------------------------------------

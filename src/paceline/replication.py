@@ -31,6 +31,7 @@ from paceline.fused_optim import Per, StepInBackward, norm_gate
 from paceline.guard import guard as the_guard
 from paceline.hooks import Hook, name_of, way_of
 from paceline.loaders import SameBatch
+from paceline.localized import adopt
 from paceline.module_hooks import around_forward, watch_forward
 from paceline.norms import clip_grad_norm, grad_norm
 from paceline.plan import Caps, Plan, plan_buckets
@@ -78,6 +79,7 @@ class Replica:
     ) -> None:
         trainer.prepares()
         comm.set_patience(settings.timeout_seconds, settings.stall_seconds)
+        adopt(module)
         if original is None:
             others = {key: other for key, other in _replicas.copy().items() if other is not replaces}
             agree_and_take_state(module, comm, settings, others)

@@ -17,6 +17,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
     DTensor(local, spec, requires_grad), its _local_tensor and _spec; AsyncCollectiveTensor
+    torch.distributed.tensor.parallel.ddp, its _reconstruct_dtensor, _localize_dtensor and Parameter._st_info
     torch._C._disabled_torch_function_impl
 """
 
@@ -156,6 +157,25 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a functional collective has computed, once it is there; any other tensor as it is."""
     wait = getattr(tensor, "wait", None)
     return tensor if wait is None else wait()
+
+
+def take_over_localizing(module: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Return the parameters that torch's transform has made plain, each with a DTensor placed as before.
+
+    The transform's hooks, which would replace the parameters in each forward, are taken off.
+    """
+    found = [parameter for parameter in module.parameters() if hasattr(parameter, "_st_info")]
+    if not found:
+        return []
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ddp
+
+    theirs: Any = (ddp._reconstruct_dtensor, ddp._localize_dtensor)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in theirs]:
+            hooks.pop(key)
+    make: Any = DTensor
+    return [(p, make(p.detach(), p._st_info, requires_grad=p.requires_grad)) for p in found]
 
 
 def agent_is_set() -> bool:
