@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.compiled import compiled
 from benchmarks.counts import bar_10
+from benchmarks.mesh import mesh
 from benchmarks.overhead import bar_9
 from benchmarks.ranks import say
 from benchmarks.steps import bar_8, bar_15
@@ -22,6 +23,7 @@ BARS: dict[str, tuple[Callable[[float], list[Row]], tuple[float, float]]] = {
     "10": (lambda _seconds: bar_10(), (0, 0)),
     "15": (bar_15, (70, 5)),
     "compiled": (compiled, (60, 5)),
+    "mesh": (mesh, (60, 5)),
 }
 BY_DEFAULT = [name for name in BARS if name.isdigit()]  # what has no bar is asked for by name
 
