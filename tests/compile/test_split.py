@@ -439,7 +439,8 @@ def test_a_plan_of_another_model_is_refused():
     )
     backend = split("eager", plan=plan, parameters=other.named_parameters())
 
-    with pytest.raises(Exception, match="this is the plan of another model"):
+    words = "plan of another model: its parameters are not the tensors that the graph uses as 0.weight, 2.weight"
+    with pytest.raises(Exception, match=words):
         torch.compile(model, backend=backend)(batch())
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from paceline.compile.inputs import uses_of
+from paceline.compile.inputs import name_in, uses_of
 from paceline.compile.seams import body_of, closed_positions, is_repeated, regions_of, value_of
 from paceline.errors import name_some
 from paceline.plan import Plan
@@ -104,12 +104,13 @@ def cut(
     check_plan(plan, parameters)
     names = {id(parameter): name for name, parameter in parameters.items()}
     strangers = [
-        node.name
+        name_in(graph_module, node, parameter)
         for parameter, node, _ in uses_of(graph_module, example_inputs)
         if parameter.requires_grad and id(parameter) not in names
     ]
     if strangers:
-        raise ValueError(_of_another_model(f"it does not have {name_some(strangers)}, which the graph uses"))
+        told = f"its parameters are not the tensors that the graph uses as {name_some(strangers)}"
+        raise ValueError(_of_another_model(told))
     return cut_by(graph_module, plan, uses_in(graph_module, plan, parameters, example_inputs))
 
 
