@@ -336,9 +336,7 @@ def test_a_size_that_is_read_from_a_tensor_is_handed_on(inner):
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         for count in (3, 2, 5):
             inputs = batch(), torch.tensor(count)
-            torch.testing.assert_close(
-                gradients(compiled, model, *inputs), gradients(twin, twin, *inputs)
-            )
+            torch.testing.assert_close(gradients(compiled, model, *inputs), gradients(twin, twin, *inputs))
 
     assert last_cuts()[-1].pieces == 3
 
@@ -439,7 +437,7 @@ def test_a_plan_of_another_model_is_refused():
     )
     backend = split("eager", plan=plan, parameters=other.named_parameters())
 
-    words = "plan of another model: its parameters are not the tensors that the graph uses as 0.weight, 2.weight"
+    words = "another model: its parameters are not the tensors that the graph uses as 0.weight, 2.weight"
     with pytest.raises(Exception, match=words):
         torch.compile(model, backend=backend)(batch())
 

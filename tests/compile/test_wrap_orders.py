@@ -92,9 +92,10 @@ def test_gradients_are_the_reference_in_every_order(rank: int, name: str) -> Non
 
 
 @ranks(2, timeout=180)
-@pytest.mark.parametrize("name", WHOLE)
-def test_gradients_are_the_reference_with_inductor(rank: int, name: str) -> None:
-    train_and_check(rank, name, compile_replicated, fullgraph=True)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_the_reference_in_every_order_with_inductor(rank: int, name: str) -> None:
+    for order in ORDERS:
+        train_and_check(rank, name, order, fullgraph=name in WHOLE)
 
 
 @ranks(2)

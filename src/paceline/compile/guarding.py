@@ -1,8 +1,9 @@
 """Guards of our own on compiled code: when what they compare has changed, it is compiled anew.
 
-To be called while Dynamo traces, except for the marks on functions. Private names of torch, seen on 2.11 and 2.13: torch._guards.Guard (through
-Source.make_guard), torch._dynamo.guards.install_guard, GuardBuilder.get_guard_manager, its
-guard_manager.root, GuardManager.add_lambda_guard, torch._dynamo.source.GlobalStateSource.
+To be called while Dynamo traces, except for the marks on functions. Private names of torch, seen on 2.11 and
+2.13: torch._guards.Guard (through Source.make_guard), torch._dynamo.guards.install_guard,
+GuardBuilder.get_guard_manager, its guard_manager.root, GuardManager.add_lambda_guard,
+torch._dynamo.source.GlobalStateSource.
 """
 
 from collections.abc import Callable

@@ -12,8 +12,8 @@ from typing import Any
 
 _lock = threading.Lock()
 
-# What talks to other ranks. Where a user's frame is not compiled as a whole, Dynamo goes on with whatever that
-# frame calls, and would trace these.
+# What talks to other ranks. Where a user's frame is not compiled as a whole, Dynamo goes on with whatever it
+# calls, and would trace these.
 TALKING = (
     "agreement",
     "auditing",
