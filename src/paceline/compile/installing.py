@@ -22,7 +22,6 @@ TALKING = (
     "comm",
     "control",
     "finite",
-    "hooks",
     "hub",
     "meeting",
     "preflight",
