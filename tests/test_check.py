@@ -507,6 +507,37 @@ def test_tensor_parallel_and_sharded_models_agree():
     assert {"all_reduce", "reduce_scatter_tensor"} <= set(kinds(report))
 
 
+@pytest.mark.parametrize("wrap", [paceline.replicate, paceline.DistributedDataParallel])
+def test_a_rank_that_is_alone_agrees(wrap):
+    def step():
+        model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        model(torch.randn(2, 4)).sum().backward()
+
+    assert paceline.check(step, ranks=1).ranks == (0,)
+
+
+def test_a_dimension_of_one_rank_of_a_mesh_agrees():
+    def step():
+        mesh = init_device_mesh("cpu", (1, 8), mesh_dim_names=("dp", "tp"))
+        model = paceline.replicate(nn.Linear(4, 4), mesh=mesh["dp"])
+        model(torch.randn(2, 4)).sum().backward()
+        dist.all_reduce(torch.zeros(1), group=mesh.get_group("tp"))
+
+    assert paceline.check(step, ranks=8).agrees
+
+
+def test_a_checkpoint_of_one_rank_is_written_nowhere(tmp_path):
+    def step(rank):
+        model = paceline.replicate(nn.Linear(4, 4))
+        model(torch.randn(2, 4)).sum().backward()
+        if rank == 0:
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+        dist.barrier()
+
+    assert paceline.check(step).agrees
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_thousand_ranks_of_a_gpt():
     def step():
         model = paceline.replicate(GPT())

@@ -21,6 +21,7 @@ from paceline.buffer_hooks import BufferHook
 from paceline.buffer_policies import Policies, Policy
 from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm, GroupComm
+from paceline.compile.guarding import untraced
 from paceline.ddp_arguments import caps_from, delayed_names, deprecated, move_to, single_device, syncs_buffers
 from paceline.errors import words_of
 from paceline.finite import Mode, read_mode
@@ -50,6 +51,7 @@ WHEN_ASKED: frozenset[Policy] = frozenset({"before_saving"})
 class DistributedDataParallel(nn.Module, Joinable):
     """Wrap a module so that all ranks train it as one, with torch's names for everything."""
 
+    @untraced
     def __init__(
         self,
         module: nn.Module,
@@ -238,7 +240,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             inputs, kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
         return self._run_ddp_forward(*inputs, **kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _prepare_eagerly(self) -> None:
         """Do before a forward what compiled code cannot do; this breaks the graph."""
         self._pre_forward()

@@ -15,7 +15,7 @@ from paceline.settings import check_names
 
 def deprecated(message: str) -> None:
     """Warn whoever constructs the wrapper."""
-    warnings.warn(message, FutureWarning, stacklevel=4)
+    warnings.warn(message, FutureWarning, stacklevel=5)  # by way of what keeps compilers out
 
 
 def syncs_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from paceline import finite
 from paceline.agreement import or_refuse
 from paceline.buffer_policies import Policy
+from paceline.compile.guarding import untraced
 from paceline.hooks import Hook, average
 from paceline.plan import Caps
 from paceline.precision import Precision
@@ -30,6 +31,7 @@ from paceline.wiring import Unused
 M = TypeVar("M", bound=nn.Module)
 
 
+@untraced
 def replicate(
     module: M,
     *,

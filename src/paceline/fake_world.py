@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from paceline.agreement import traits_of
 from paceline.call_site import users_line
 from paceline.collective_log import FRAME, NEW_GROUP, Collective, Group, name_bytes
-from paceline.comm import Comm, GroupComm, Pending
+from paceline.comm import Comm, GroupComm, Pending, SoloComm
 from paceline.control import Control
 from paceline.fake_tensors import Listener, NoValues, exchange_contents, no_values
 from paceline.frames import Kind, Opening
@@ -56,10 +56,10 @@ class Seat(Place):
     def has_come(self, listener: Any) -> None:
         self.reducers[listener.name] = listener
 
-    def over(self, group: Any) -> "FakeComm | None":
-        """Return the comm over a group; a world of one is left to those who know it."""
+    def over(self, group: Any) -> Comm:
+        """Return the comm over a group; who is alone in one has nobody to talk to."""
         if group.size() == 1:
-            return None
+            return SoloComm()
         name = str(group.group_name)
         if name not in self._controls:
             self._controls[name] = EchoControl(self, known_group(group), group.rank())
@@ -200,7 +200,7 @@ class FakeComm(Comm):
         inner = self._inner.split(size)
         assert isinstance(inner, GroupComm)
         seat = self._control._seat
-        return seat.over(inner.group) or inner
+        return seat.over(inner.group)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         facts, self._facts = self._facts, ()
@@ -296,6 +296,7 @@ def _stand_ins(seat: Seat) -> Iterator[None]:
     stands_in: list[tuple[Any, str, Any]] = [
         *((module, name, _passing()) for module in (dist, c10d) for name in _JOINING),
         *((torch.cuda, name, _passing()) for name in ("set_device", "synchronize", "empty_cache")),
+        (torch, "save", _passing()),
         (torch.cuda, "current_device", lambda: seat.rank % MACHINE_RANKS),
         (c10d, "_new_group_with_tag", _noting_groups(seat)),
         (torch.autograd, "_engine_run_backward", _backward_here(torch.autograd)),
@@ -314,7 +315,7 @@ _JOINING = ("init_process_group", "destroy_process_group")
 
 
 def _passing() -> Callable[..., None]:
-    """Return what does nothing: the group is there already, and the GPU never is."""
+    """Return what does nothing: the group is there already, the GPU and what could be saved never are."""
     return lambda *_args, **_kwargs: None
 
 

@@ -253,7 +253,7 @@ def test_a_plan_of_another_model_is_refused_by_name():
 def test_a_graph_of_another_model_is_refused():
     model = layers(2)
 
-    with pytest.raises(ValueError, match="it does not have _0, _1, which the graph uses"):
+    with pytest.raises(ValueError, match="are not the tensors that the graph uses as 0.weight, 1.weight"):
         cut(fx.symbolic_trace(layers(2)), plan_for(model), named(model))
 
 

@@ -317,6 +317,30 @@ def test_sizes_may_change_between_calls():
     assert last_cuts()[-1].pieces == 3
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_size_that_is_read_from_a_tensor_is_handed_on(inner):
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            first, second, third = self.layers
+            padding = torch.ones(rows.item(), 4)  # only the first piece has this node, all have this shape
+            return third(second(padding + first(x).mean(0)))
+
+    model = Padded()
+    twin = copy.deepcopy(model)
+    backend = split(inner, bucket_mb=TINY)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for count in (3, 2, 5):
+            inputs = batch(), torch.tensor(count)
+            torch.testing.assert_close(gradients(compiled, model, *inputs), gradients(twin, twin, *inputs))
+
+    assert last_cuts()[-1].pieces == 3
+
+
 def test_blocks_that_differ_by_a_float_are_cut():
     # With dynamic=True a float is a number that is read from an input, which no compiler takes as an input.
     class Scaled(nn.Module):
@@ -413,7 +437,8 @@ def test_a_plan_of_another_model_is_refused():
     )
     backend = split("eager", plan=plan, parameters=other.named_parameters())
 
-    with pytest.raises(Exception, match="this is the plan of another model"):
+    words = "another model: its parameters are not the tensors that the graph uses as 0.weight, 2.weight"
+    with pytest.raises(Exception, match=words):
         torch.compile(model, backend=backend)(batch())
 
 

@@ -92,9 +92,10 @@ def test_gradients_are_the_reference_in_every_order(rank: int, name: str) -> Non
 
 
 @ranks(2, timeout=180)
-@pytest.mark.parametrize("name", WHOLE)
-def test_gradients_are_the_reference_with_inductor(rank: int, name: str) -> None:
-    train_and_check(rank, name, compile_replicated, fullgraph=True)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_the_reference_in_every_order_with_inductor(rank: int, name: str) -> None:
+    for order in ORDERS:
+        train_and_check(rank, name, order, fullgraph=name in WHOLE)
 
 
 @ranks(2)
@@ -164,3 +165,68 @@ def test_buffers_of_a_compiled_model_are_rank_0s_before_each_forward(rank: int, 
         alone(batch(0, step))  # the weights do not change
         for name, buffer in model.named_buffers():
             torch.testing.assert_close(buffer, alone.get_buffer(name), msg=f"{name} in step {step}")
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            raise ValueError("one row is not enough")
+        return self.norm(self.layer(x))
+
+
+@ranks(2)
+def test_what_a_compiled_forward_raises_is_the_users_own_exception(rank: int) -> None:
+    torch._dynamo.reset()
+    model = Picky()
+    forward = compile_wrapped(model, {"backend": "aot_eager"})
+
+    # Dynamo leaves the forward to eager code, and goes on with whatever that calls: the engine, for one.
+    with pytest.raises(ValueError, match="one row is not enough"):
+        forward(batch(rank)[:1])
+
+    want = reference(_plain(model), [batch(each) for each in range(2)])
+    loss_of(forward(batch(rank))).backward()
+    check_gradients(model, want)
+
+
+@ranks(2)
+def test_a_compiled_step_may_use_the_handle_as_an_eager_one_does(rank: int) -> None:
+    torch._dynamo.reset()
+    model = made("convnet with BatchNorm")
+    want = reference(model, [batch(0)])
+    replica = paceline.replica(paceline.replicate(model))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with replica.busy("looking at the batch"):
+            x = x + 0
+        if rank:
+            replica.skip()
+        else:
+            with replica.batch():
+                loss_of(model(x)).backward()
+        replica.sync_buffers()
+        return replica.grad_norm()
+
+    norm = torch.compile(step, backend="aot_eager")(batch(rank))
+
+    check_gradients(model, want)
+    torch.testing.assert_close(norm, torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrap", [paceline.replicate, paceline.DistributedDataParallel])
+def test_a_model_may_be_made_and_replicated_in_compiled_code(rank: int, wrap: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    want = reference(made("MLP"), [batch(each) for each in range(2)])
+
+    @torch.compile(backend="aot_eager")
+    def run(x: torch.Tensor) -> nn.Module:
+        model = wrap(made("MLP"))
+        loss_of(model(x)).backward()
+        return model
+
+    check_gradients(run(batch(rank)), want)

@@ -14,7 +14,7 @@ towards the front: the bucket is then complete a little later, and complete it i
 Pure: a graph and a plan in, graphs out. Nothing is compiled or run, and no process group is needed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from paceline.compile.inputs import uses_of
+from paceline.compile.inputs import name_in, uses_of
 from paceline.compile.seams import body_of, closed_positions, is_repeated, regions_of, value_of
 from paceline.errors import name_some
 from paceline.plan import Plan
@@ -104,12 +104,13 @@ def cut(
     check_plan(plan, parameters)
     names = {id(parameter): name for name, parameter in parameters.items()}
     strangers = [
-        node.name
+        name_in(graph_module, node, parameter)
         for parameter, node, _ in uses_of(graph_module, example_inputs)
         if parameter.requires_grad and id(parameter) not in names
     ]
     if strangers:
-        raise ValueError(_of_another_model(f"it does not have {name_some(strangers)}, which the graph uses"))
+        told = f"its parameters are not the tensors that the graph uses as {name_some(strangers)}"
+        raise ValueError(_of_another_model(told))
     return cut_by(graph_module, plan, uses_in(graph_module, plan, parameters, example_inputs))
 
 
@@ -225,8 +226,10 @@ def _pieces(
     regions = regions_of(body)
     places = {node: place for place, node in enumerate(body)}
     sizes = _size_nodes(graph_module.graph)
-    for number, (start, end) in enumerate(pairwise([*starts, len(body)])):
-        builder = _Builder(graph_module, body[start:end], sizes)
+    spans = list(pairwise([*starts, len(body)]))
+    builders = [_Builder(graph_module, body[start:end], sizes) for start, end in spans]
+    taken = {node for builder in builders for node in builder.inputs}
+    for number, (builder, (start, end)) in enumerate(zip(builders, spans, strict=True)):
         # Places rather than times: a region is open here if it is entered before and left behind.
         for entry, leaving in regions.items():
             if places[entry] < start <= places[leaving]:
@@ -236,7 +239,7 @@ def _pieces(
             if places[entry] < end <= places[leaving]:
                 builder.leaves(entry, leaving)
         buckets = tuple(bucket for bucket, place in firsts.items() if start <= place < end)
-        yield builder.piece(f"Piece{number}", buckets)
+        yield builder.piece(f"Piece{number}", buckets, taken)
 
 
 def _size_nodes(graph: fx.Graph) -> dict[Any, fx.Node]:
@@ -259,8 +262,8 @@ class _Builder:
         self._nodes = nodes
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._inputs = list(_inputs_of(nodes, sizes))
-        for node in self._inputs:
+        self.inputs = tuple(_inputs_of(nodes, sizes))
+        for node in self.inputs:
             self._copies[node] = self._placeholder(node)
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
@@ -289,16 +292,17 @@ class _Builder:
             self._copies[node] = self._graph.node_copy(node, self._copy_of)
         return self._copies[node]
 
-    def piece(self, name: str, buckets: tuple[int, ...]) -> Piece:
-        """Return the finished piece."""
-        outputs = _outputs_of(self._nodes)
+    def piece(self, name: str, buckets: tuple[int, ...], taken: Collection[fx.Node]) -> Piece:
+        """Return the finished piece. It also hands on the sizes that others take, which no node may use."""
+        used = {*taken, *_outputs_of(self._nodes)}
+        outputs = [node for node in self._nodes if node in used]
         self._graph.output(tuple(self._copies[node] for node in outputs))
         module = fx.GraphModule(self._whole, self._graph, name)
         module.meta = dict(self._whole.meta)
         for note in ("_param_name_to_source", "_source_to_user_stacks"):
             if hasattr(self._whole, note):
                 setattr(module, note, getattr(self._whole, note))
-        return Piece(module, tuple(self._inputs), tuple(outputs), tuple(self._nodes), buckets)
+        return Piece(module, self.inputs, tuple(outputs), tuple(self._nodes), buckets)
 
 
 def _inputs_of(nodes: Sequence[fx.Node], sizes: Mapping[Any, fx.Node]) -> list[fx.Node]:

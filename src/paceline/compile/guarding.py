@@ -1,13 +1,16 @@
 """Guards of our own on compiled code: when what they compare has changed, it is compiled anew.
 
-To be called while Dynamo traces. Private names of torch, seen on 2.11 and 2.13: torch._guards.Guard (through
-Source.make_guard), torch._dynamo.guards.install_guard, GuardBuilder.get_guard_manager, its
-guard_manager.root, GuardManager.add_lambda_guard, torch._dynamo.source.GlobalStateSource.
+To be called while Dynamo traces, except for the marks on functions. Private names of torch, seen on 2.11 and
+2.13: torch._guards.Guard (through Source.make_guard), torch._dynamo.guards.install_guard,
+GuardBuilder.get_guard_manager, its guard_manager.root, GuardManager.add_lambda_guard,
+torch._dynamo.source.GlobalStateSource.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 Describe = Callable[[Any], Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,6 +28,11 @@ def constant_while(question: Callable[[], Any]) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def untraced(function: F) -> F:
+    """Keep compilers out of a function, and out of all that it calls. It ends the graph."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def question_of(function: Callable[..., Any]) -> Callable[[], Any] | None:

@@ -2,8 +2,11 @@
 
 Dynamo lifts parameters to inputs and passes the real ones as examples. Other tracers, and Dynamo where it is
 told not to look into modules, leave them in the graph module: as attributes, or in modules that are called.
+
+Private names of torch, seen on 2.11 and 2.13: ``_dynamo_source`` of a node, ``grapharg`` in its meta.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +40,17 @@ def uses_of(
         if inside is not None:
             users = [node] if node.op == "call_module" else list(node.users)
             yield from ((parameter, node, users) for parameter in inside.parameters())
+
+
+def name_in(graph_module: fx.GraphModule, node: fx.Node, parameter: torch.Tensor) -> str:
+    """Name a parameter as its module would, where the graph tells."""
+    if node.op != "placeholder":
+        names = {id(value): name for name, value in graph_module.named_parameters()}
+        return names.get(id(parameter), node.name)
+    source = getattr(node, "_dynamo_source", None)
+    text = str(getattr(source, "name", ""))
+    parts = re.findall(r"_(?:modules|parameters)\['([^']+)'\]", text)
+    return ".".join(parts) or node.name
 
 
 def attribute_of(graph_module: fx.GraphModule, node: fx.Node) -> Any:

@@ -3,7 +3,7 @@
 Most of it waits for the first compilation, so that programs that compile nothing do not load a compiler.
 
 Private names of torch, seen on 2.11 and 2.13: ``torch._dynamo.convert_frame._compile``, which every
-compilation comes by, ``torch._dynamo.backends.registry``.
+compilation comes by, ``torch._dynamo.backends.registry``, ``torch._dynamo.trace_rules.add``.
 """
 
 import threading
@@ -11,6 +11,29 @@ from functools import cache
 from typing import Any
 
 _lock = threading.Lock()
+
+# What talks to other ranks. Where a user's frame is not compiled as a whole, Dynamo goes on with whatever it
+# calls, and would trace these.
+TALKING = (
+    "agreement",
+    "auditing",
+    "backward",
+    "buffers",
+    "comm",
+    "control",
+    "finite",
+    "hub",
+    "meeting",
+    "preflight",
+    "recorder",
+    "reporter",
+    "shelf",
+    "starting",
+    "threads",
+    "torch_private",
+    "waiting",
+    "warming",
+)
 
 
 def install() -> None:
@@ -41,8 +64,17 @@ def _wait_for_compilations() -> None:
 def _get_ready() -> None:
     from paceline.compile import in_graph, traced
 
+    _keep_engine_out()
     in_graph.install()
     traced.install()
+
+
+def _keep_engine_out() -> None:
+    """Have Dynamo run the engine as it is, wherever it meets it."""
+    from torch._dynamo import trace_rules
+
+    for name in TALKING:
+        trace_rules.add(f"paceline.{name}")
 
 
 SPLIT = "paceline_split"

@@ -6,10 +6,9 @@ Use it by its name, or as a function made by ``split()``:
     torch.compile(model, backend=paceline.compile.split(inner="aot_eager"))
 
 Private names of torch, seen on 2.11 and 2.13: ``torch._dynamo.register_backend``, ``lookup_backend`` and
-``list_backends``, ``torch._dynamo.backends.registry._BACKENDS``, ``_dynamo_source`` of a node.
+``list_backends``, ``torch._dynamo.backends.registry._BACKENDS``.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch._dynamo import list_backends, lookup_backend, register_backend
 from torch._dynamo.backends import registry
 
 from paceline.compile.cutting import Cut, Table, cut, cut_by, uses_in
-from paceline.compile.inputs import uses_of
+from paceline.compile.inputs import name_in, uses_of
 from paceline.compile.pieces import Compiled, Inner, compile_pieces
 from paceline.compile.seams import body_of
 from paceline.plan import Caps, Plan, Spec, plan_buckets
@@ -170,16 +169,5 @@ def plan_of(
 
 
 def _new_name(node: fx.Node, graph_module: fx.GraphModule, parameter: torch.Tensor, taken: Named) -> str:
-    name = _name(node, graph_module, parameter)
+    name = name_in(graph_module, node, parameter)
     return name if name not in taken else f"{name} ({node.name})"
-
-
-def _name(node: fx.Node, graph_module: fx.GraphModule, parameter: torch.Tensor) -> str:
-    """Name a parameter as its module would, where the graph tells."""
-    if node.op != "placeholder":
-        names = {id(value): name for name, value in graph_module.named_parameters()}
-        return names.get(id(parameter), node.name)
-    source = getattr(node, "_dynamo_source", None)
-    text = str(getattr(source, "name", ""))
-    parts = re.findall(r"_(?:modules|parameters)\['([^']+)'\]", text)
-    return ".".join(parts) or node.name
