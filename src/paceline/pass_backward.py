@@ -1,0 +1,33 @@
+"""A backward of distributed autograd: nothing is sent before its end, and it takes its own gradients only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.backward import LocalBackward, SyncedBackward
+from paceline.passes import Passes
+
+
+class SyncedPass(SyncedBackward):
+    """One whose gradients are reduced."""
+
+    def __init__(self, passes: Passes, *args: Any) -> None:
+        super().__init__(*args)
+        self._passes = passes
+
+    def arrived(self, parameter: int) -> None:
+        self._passes.check_turn()
+        super().arrived(parameter)
+
+
+class LocalPass(LocalBackward):
+    """One inside ``no_sync()``. What it leaves in its context is none of the parameters' own gradients."""
+
+    def __init__(self, passes: Passes, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters, set())
+        self._passes = passes
+
+    def arrived(self, parameter: int) -> None:
+        self._passes.check_turn()
+        super().arrived(parameter)

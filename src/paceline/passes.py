@@ -1,0 +1,258 @@
+"""The passes of distributed autograd that a replica takes part in, and what has become of each.
+
+    forward    note_forward()     in which context the module was called, and by whom
+    backward   begin()            the first gradient arrives: of which pass is it?
+    its end    end(), fail()      agreed on by all ranks, this rank's only, or failed
+
+No gradient says which pass it is of. It is of the pass whose backward this thread has called, if it has
+called one; else of the only one that is due and holds a gradient of that parameter. If two passes run at
+once, that is found out, or the second is refused: by this process, or by the ranks together, which tell each
+other in every opening what they reduce.
+"""
+
+import contextlib
+import enum
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.errors import RanksDisagree
+from paceline.remote import Context
+from paceline.riders import Rider
+from paceline.torch_private import context_number, current_task, pass_watch
+
+_CROWDED, _ALONE = b"\1", b"\0"
+_NOBODY = "a call from another process"
+
+
+class Stage(enum.Enum):
+    """What the gradients of a pass are."""
+
+    COMPUTED = enum.auto()  # none yet: only a forward has run here
+    LOCAL = enum.auto()  # this rank's only
+    AGREED = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass, seen from one replica."""
+
+    context: Context | None  # None: nobody has told us of it
+    who: str = ""  # the thread that runs it, or what all processes call it; empty if neither is known
+    stage: Stage = Stage.COMPUTED
+    has_forward: bool = False
+    is_due: bool = False  # a backward is to come
+    is_called: bool = False  # a thread of this process is in its backward
+    is_closing: bool = False  # its gradients are being reduced, on some thread
+    error: BaseException | None = None
+    versions: dict[torch.Tensor, int] = field(default_factory=dict)  # of its gradients, when it had ended
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its context has not ended."""
+        return self.context is not None and self.context.is_live
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Tell whether it has computed a gradient of this parameter."""
+        return self.is_live and self.context is not None and self.context.holds(parameter)
+
+    def has_changed(self, parameter: torch.Tensor) -> bool:
+        """Tell whether its gradient was written since it had ended."""
+        assert self.context is not None
+        return self.context.gradients()[parameter]._version != self.versions.get(parameter, -1)
+
+    def settle(self, stage: Stage, error: BaseException | None = None) -> None:
+        """Note how it has ended."""
+        self.stage, self.error, self.is_due, self.is_closing = stage, error, False, False
+        gradients = self.context.gradients() if self.context is not None and self.is_live else {}
+        self.versions = {parameter: gradient._version for parameter, gradient in gradients.items()}
+
+
+class Passes(Rider):
+    """The passes of one replica; ``present`` is the one whose backward is open."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Pass] = {}
+        self.present: Pass | None = None
+        self.opening = threading.RLock()  # several threads may bring the first gradients of a pass
+        self.refused: list[RuntimeError] = []  # the other ranks hear of it when the present one is over
+        self._turn = threading.RLock()
+        self._task = -1
+        self._threads_mixed = False  # contexts of several threads were open at once
+
+    def note_forward(self) -> bool:
+        """Note the context that a forward of the module runs in; tell whether it runs in one."""
+        number = context_number()
+        if number is None:
+            return False
+        found = self._known_or_new(number)
+        found.has_forward = found.is_due = True
+        assert found.context is not None
+        if found.context.is_ours:
+            found.who = _name_of_thread()
+            others = [other for other in self._others(found) if other.context and other.context.is_ours]
+            self._threads_mixed |= any(not found.who or other.who != found.who for other in others)
+        else:
+            found.who = f"context {number}"
+        return True
+
+    def note_call(self, number: int) -> None:
+        """Note that a thread calls the backward of a pass."""
+        found = self._known_or_new(number)
+        found.is_called = True
+        found.is_due = found.has_forward
+        found.error = None
+        if not found.is_live:
+            raise RuntimeError(
+                f"the context {number} of distributed autograd has ended, and its gradients with it. Call "
+                "backward(), and the step of a DistributedOptimizer, inside `with "
+                "torch.distributed.autograd.context()`"
+            )
+
+    def note_return(self, number: int) -> None:
+        """Note that a call of a pass's backward is over."""
+        if (found := self._known.get(number)) is not None:
+            found.is_called = False
+            found.is_due &= found.is_closing
+
+    def turn_of(self, number: int) -> AbstractContextManager[object]:
+        """Wait inside until no other pass through this replica is in a backward that this process called."""
+        found = self._known.get(number)
+        return self._turn if found is not None and found.has_forward else contextlib.nullcontext()
+
+    def get(self, number: int) -> Pass | None:
+        """Return a pass by the number of its context."""
+        return self._known.get(number)
+
+    def _known_or_new(self, number: int) -> Pass:
+        for other in [n for n, each in list(self._known.items()) if n != number and not each.is_live]:
+            if self._known[other] is not self.present:
+                self._known.pop(other, None)
+        return self._known.setdefault(number, Pass(Context(number)))
+
+    def _others(self, one: Pass) -> list[Pass]:
+        return [each for each in list(self._known.values()) if each is not one and each.is_live]
+
+    # ---- a backward ------------------------------------------------------------------------------
+
+    def begin(self, first: torch.Tensor, *, is_taken: bool) -> None:
+        """Find out which pass a backward is of, if any, by its first gradient."""
+        self.present = self._pass_of(first)
+        # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
+        if self.present is None and first.grad is None and not is_taken:
+            self.present = Pass(None)
+        self._task = current_task()
+
+    def _pass_of(self, first: torch.Tensor) -> Pass | None:
+        called = pass_watch.context
+        if called is not None and (found := self._known_or_new(called)).holds(first):
+            return found
+        holding = [each for each in list(self._known.values()) if each.holds(first)]
+        due = [each for each in holding if each.is_due or each.is_called]
+        if len(due) > 1:
+            raise _at_once()
+        # A pass of another process may come again, and we have not heard of the call.
+        again = [each for each in holding if not _is_ours(each) and each.has_changed(first)]
+        found_again = again[0] if len(again) == 1 else None
+        return due[0] if due else found_again
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the present pass has failed: what still comes of it is of no use."""
+        return self.present is not None and self.present.stage is Stage.FAILED and not self.present.is_due
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a thread of this process is in the backward of a pass, and hears how it ends."""
+        return any(each.is_called for each in list(self._known.values()))
+
+    def check_turn(self) -> None:
+        """Refuse a gradient of another backward while one is open."""
+        if current_task() != self._task:
+            error = _at_once()
+            self.refused.append(error)
+            raise error
+
+    def lent(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Let parameters have the gradients of the present pass inside, if there is one."""
+        if self.present is None:
+            return contextlib.nullcontext()
+        self.present.is_closing = True
+        context = self.present.context
+        return contextlib.nullcontext() if context is None else context.lent(parameters)
+
+    def end(self, stage: Stage, error: BaseException | None = None) -> None:
+        """Note how the present pass has ended."""
+        if self.present is not None:
+            self.present.settle(stage, error)
+        self.present, self._task = None, -1
+
+    def ended_early(self) -> bool:
+        """Tell whether the present pass can never end: its context has, and nothing is being reduced."""
+        return self.present is not None and not self.present.is_closing and not self.present.is_live
+
+    # ---- who reduces what ------------------------------------------------------------------------
+
+    def opens(self, step: int) -> bytes:
+        if self.present is None or self.present.context is None:
+            return b""
+        crowded = self._threads_mixed or any(
+            other.is_due and not _is_ours(other) for other in self._others(self.present)
+        )
+        return (_CROWDED if crowded else _ALONE) + self.present.who.encode()
+
+    def opened(self, step: int, told: Sequence[bytes], present: Sequence[int]) -> None:
+        """Refuse, on every rank, to average different passes where several run at once on some."""
+        whose = {rank: told[rank][1:].decode() for rank in present if told[rank]}
+        if not any(told[rank].startswith(_CROWDED) for rank in whose):
+            return
+        if len(set(whose.values())) > 1 or "" in whose.values():
+            where = ", ".join(f"rank {rank} that of {who or _NOBODY}" for rank, who in whose.items())
+            raise RanksDisagree(
+                f"step {step}: several passes of distributed autograd run at once, and the ranks reduce "
+                f"different ones: {where}. Run one pass at a time through a replica, or give each thread a "
+                "replica of its own. No context was changed."
+            )
+
+    # ---- the guard -------------------------------------------------------------------------------
+
+    def unsynced(self, number: int, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Return those parameters, with their gradients, whose gradients in a context only this rank has."""
+        found = self._known.get(number)
+        if found is not None and found.stage is Stage.AGREED and found is not self.present:
+            return {}
+        gradients = Context(number).gradients()
+        return {parameter: gradients[parameter] for parameter in parameters if parameter in gradients}
+
+    def why_unsynced(self, number: int) -> str:
+        """Say what has become of a pass, and what helps."""
+        found = self._known.get(number)
+        if found is not None and found is self.present:
+            return "Its backward is still running: step after it"
+        if found is not None and found.stage is Stage.LOCAL:
+            return (
+                "They were computed inside no_sync() or accumulate(): run one backward of the same context "
+                "outside of it before the step"
+            )
+        return "Its backward has failed, or was never reduced: run the pass again in a new context"
+
+
+def _is_ours(one: Pass) -> bool:
+    return one.context is not None and one.context.is_ours
+
+
+def _at_once() -> RuntimeError:
+    return RuntimeError(
+        "two backwards run at once through one replica, in different passes of distributed autograd. Run one "
+        "pass at a time, or give each thread a replica of its own"
+    )
+
+
+def _name_of_thread() -> str:
+    """Name this thread as on every rank; empty for one that serves calls, which has no name of its own."""
+    name = threading.current_thread().name
+    return "" if name.startswith("Dummy-") else f"thread {name}"

@@ -1,0 +1,307 @@
+"""Models that are part data-parallel and part remote: passes of distributed autograd."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import autograd, rpc
+
+import paceline
+from paceline import DistributedDataParallel as Ours
+from paceline.errors import PeerFailed, PeerLost, RanksDisagree, UnsyncedGradients, UnusedParameters
+from paceline.testing import ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch scripts its optimizers, and says that one should not
+    from torch.distributed.optim import DistributedOptimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@contextmanager
+def workers(rank: int, size: int, folder: Path, *, graceful: bool = True) -> Iterator[None]:
+    """Have the ranks, and more processes if there are any, call each other."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'rpc'}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    yield
+    rpc.shutdown(graceful=graceful)
+
+
+def layer(seed: int, inputs: int = 3, outputs: int = 3) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs)
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def in_context(context: int, module: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients that a context holds of a module's parameters."""
+    gradients = autograd.get_gradients(context)
+    return [gradients[parameter].clone() for parameter in module.parameters()]
+
+
+def reference(parts: Sequence[nn.Module], batches: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the gradients of each part, of the mean loss over all batches, in one process."""
+    parts = copy.deepcopy(list(parts))
+    loss = sum(nn.Sequential(*parts)(rows).square().sum() for rows in batches) / len(batches)
+    loss.backward()
+    return [[p.grad for p in part.parameters()] for part in parts]
+
+
+# ---- what runs on a server --------------------------------------------------------------------------
+
+served: dict[str, nn.Module] = {}
+
+
+def serve(name: str, module: nn.Module) -> None:
+    served[name] = module
+
+
+def compute(name: str, inputs: torch.Tensor) -> torch.Tensor:
+    return served[name](inputs)
+
+
+def gradients_of(context: int, name: str) -> list[torch.Tensor]:
+    return in_context(context, served[name])
+
+
+def parameters_of(name: str) -> list[rpc.RRef]:
+    return [rpc.RRef(parameter) for parameter in served[name].parameters()]
+
+
+def values_of(name: str) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in served[name].parameters()]
+
+
+class Remote(nn.Module):
+    """A part of a model that another process holds."""
+
+    def __init__(self, worker: str, name: str) -> None:
+        super().__init__()
+        self.worker, self.name = worker, name
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return rpc.rpc_sync(self.worker, compute, args=(self.name, inputs))
+
+
+# ---- the gradients ----------------------------------------------------------------------------------
+
+PLACES = {
+    "before": ["local", "remote"],
+    "after": ["remote", "local"],
+    "between": ["remote", "local", "other"],
+    "around": ["local", "remote", "again"],
+    "alone": ["local"],
+}
+
+
+def parts_of(place: str) -> dict[str, nn.Module]:
+    return {kind: layer(seed) for seed, kind in enumerate(PLACES[place])}
+
+
+def assembled(parts: dict[str, nn.Module], server: str, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Put the parts together: those called local or again are this rank's, the others the server's."""
+    return nn.Sequential(
+        *[wrap(part) if kind in ("local", "again") else Remote(server, kind) for kind, part in parts.items()]
+    )
+
+
+@ranks(3, timeout=100)
+@pytest.mark.parametrize("wrap", [paceline.replicate, Ours], ids=["replicate", "wrapper"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_replicated_part_has_the_gradient_of_everybodys_batch(
+    rank: int, place: str, wrap: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    trainers = dist.new_group([0, 1])
+    parts = parts_of(place)
+    wanted = dict(zip(parts, reference(list(parts.values()), [batch(0), batch(1)]), strict=True))
+    with workers(rank, 3, tmp_path):
+        served.update(parts)
+        if rank < 2:
+            in_group = {"process_group" if wrap is Ours else "group": trainers}
+            model = assembled(parts, "worker2", lambda part: wrap(part, **in_group))
+            for _ in range(2):
+                with autograd.context() as context:
+                    autograd.backward(context, [model(batch(rank)).square().sum()])
+                    for kind in {"local", "again"} & parts.keys():
+                        torch.testing.assert_close(in_context(context, parts[kind]), wanted[kind])
+                    assert all(p.grad is None for p in model.parameters())
+
+
+def train_without(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    with autograd.context() as context:
+        autograd.backward(context, [model(batch(rank)).square().sum()])
+        return in_context(context, model[0])
+
+
+@ranks(3, timeout=100)
+def test_without_data_parallel_each_trainer_has_its_own_gradient(rank: int, tmp_path: Path) -> None:
+    parts = parts_of("before")
+    with workers(rank, 3, tmp_path):
+        served.update(parts)
+        if rank < 2:
+            got = train_without(assembled(parts, "worker2", lambda part: part), rank)
+
+            torch.testing.assert_close(got, reference(list(parts.values()), [batch(rank)])[0])
+
+
+# ---- replicas that are called from other processes --------------------------------------------------
+
+
+@ranks(3, timeout=100)
+def test_replicas_that_another_process_calls_are_reduced_in_its_context(rank: int, tmp_path: Path) -> None:
+    replicas = dist.new_group([0, 1])
+    inner = layer(1)
+    wanted = reference([inner], [batch(0), batch(1)])
+    with workers(rank, 3, tmp_path):
+        if rank < 2:
+            serve("inner", paceline.replicate(inner, group=replicas))
+        dist.barrier()
+        if rank == 2:
+            for _ in range(3):
+                with autograd.context() as context:
+                    calls = [rpc.rpc_async(f"worker{r}", compute, args=("inner", batch(r))) for r in (0, 1)]
+                    autograd.backward(context, [sum(call.wait().square().sum() for call in calls)])
+                    got = [
+                        rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner")) for r in (0, 1)
+                    ]
+                torch.testing.assert_close(got, [wanted[0], wanted[0]])
+
+
+@ranks(4, timeout=100)
+def test_each_trainer_may_call_a_replica_of_its_own(rank: int, tmp_path: Path) -> None:
+    replicas = dist.new_group([2, 3])
+    head, inner = layer(0), layer(1)
+    wanted = reference([head, inner], [batch(0), batch(1)])
+    with workers(rank, 4, tmp_path):
+        if rank >= 2:
+            serve("inner", paceline.replicate(inner, group=replicas))
+        dist.barrier()
+        if rank < 2:
+            for _ in range(2):
+                with autograd.context() as context:
+                    model = nn.Sequential(head, Remote(f"worker{rank + 2}", "inner"))
+                    autograd.backward(context, [model(batch(rank)).square().sum()])
+                    got = rpc.rpc_sync(f"worker{rank + 2}", gradients_of, args=(context, "inner"))
+                torch.testing.assert_close(got, wanted[1])
+
+
+@ranks(3, timeout=100)
+def test_a_replica_whose_output_goes_to_several_servers_waits_for_all_of_them(
+    rank: int, tmp_path: Path
+) -> None:
+    trainers = dist.new_group([0, 1])
+    local, left, right = layer(0), layer(1), layer(2)
+    plain = copy.deepcopy(local)
+    losses = [(left(plain(x)) * right(plain(x))).sum() for x in (batch(0), batch(1))]
+    (sum(losses) / 2).backward()
+    with workers(rank, 3, tmp_path):
+        served.update(left=left, right=right)
+        if rank < 2:
+            paceline.replicate(local, group=trainers)
+            for _ in range(5):
+                with autograd.context() as context:
+                    hidden = local(batch(rank))
+                    calls = [
+                        rpc.rpc_async(f"worker{to}", compute, args=(name, hidden))
+                        for to, name in ((2, "left"), (1 - rank, "right"))
+                    ]
+                    autograd.backward(context, [(calls[0].wait() * calls[1].wait()).sum()])
+                    torch.testing.assert_close(
+                        in_context(context, local), [p.grad for p in plain.parameters()]
+                    )
+
+
+# ---- what surrounds a backward ----------------------------------------------------------------------
+
+
+@ranks(2, timeout=60)
+def test_what_the_engine_can_do_it_does_in_contexts(rank: int, tmp_path: Path) -> None:
+    plain = layer(0)
+    shares = [batch(0), batch(1)[:1]]
+    (sum(plain(rows).square().sum() for rows in shares) / 5).backward()
+    weighted = [p.grad for p in plain.parameters()]
+    both = reference([plain], [torch.cat([batch(0), batch(0, 1)]), torch.cat([batch(1), batch(1, 1)])])[0]
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(copy.deepcopy(plain))
+
+        with autograd.context() as context, paceline.weight(model, len(shares[rank])):
+            autograd.backward(context, [model(shares[rank]).square().sum() / len(shares[rank])])
+            torch.testing.assert_close(in_context(context, model), weighted)
+
+        with autograd.context() as context:  # accumulated within one context
+            with paceline.no_sync(model):
+                autograd.backward(context, [model(batch(rank)).square().sum()])
+            autograd.backward(context, [model(batch(rank, 1)).square().sum()])
+            torch.testing.assert_close(in_context(context, model), both)
+
+        with autograd.context() as context:  # an ordinary backward between a pass's forward and backward
+            loss = model(batch(rank)).square().sum()
+            model(batch(rank)).square().sum().backward()
+            autograd.backward(context, [loss])
+            wanted = reference([plain], [batch(0), batch(1)])[0]
+            torch.testing.assert_close(in_context(context, model), wanted)
+            torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+            model.zero_grad()
+
+        for options in ({"deterministic": True}, {"bucket_mb": 1e-5}, {"hook": paceline.hooks.total}):
+            again = paceline.replicate(copy.deepcopy(plain), **options)
+            with autograd.context() as context:
+                autograd.backward(context, [again(batch(rank)).square().sum()])
+                factor = 2 if "hook" in options else 1
+                torch.testing.assert_close(in_context(context, again), [factor * g for g in wanted])
+
+
+@ranks(2, timeout=60)
+def test_a_parameter_that_is_used_without_the_modules_forward_is_found_by_the_call(
+    rank: int, tmp_path: Path
+) -> None:
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(layer(0))
+        with autograd.context() as context:
+            autograd.backward(context, [(model.weight * (rank + 1)).sum() + model.bias.sum()])
+
+            assert torch.equal(in_context(context, model)[0], torch.full((3, 3), 1.5))
+
+
+@ranks(2, timeout=60)
+def test_weights_and_no_sync_exclude_each_other_in_a_context(rank: int, tmp_path: Path) -> None:
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(layer(0))
+        with autograd.context() as context, paceline.weight(model, 2), paceline.no_sync(model):
+            with pytest.raises(RuntimeError, match=r"weight\(\) inside no_sync\(\)"):
+                autograd.backward(context, [model(batch(rank)).sum()])
+
+
+@ranks(3, timeout=100)
+def test_trainers_with_different_numbers_of_batches_join(rank: int, tmp_path: Path) -> None:
+    trainers = dist.new_group([0, 1])
+    parts = parts_of("between")
+    alone = reference(list(parts.values()), [batch(1, 2)])[1]
+    with workers(rank, 3, tmp_path):
+        served.update(parts)
+        if rank < 2:
+            model = assembled(parts, "worker2", lambda part: paceline.replicate(part, group=trainers))
+            got = []
+            with paceline.join(parts["local"]):
+                for step in range(2 + rank):
+                    with autograd.context() as context:
+                        autograd.backward(context, [model(batch(rank, step)).square().sum()])
+                        got.append(in_context(context, parts["local"]))
+            both = [reference(list(parts.values()), [batch(0, s), batch(1, s)])[1] for s in (0, 1)]
+            torch.testing.assert_close(got[:2], both)
+            assert rank == 0 or len(got) == 3
+            if rank == 1:
+                torch.testing.assert_close(got[2], alone)
