@@ -174,9 +174,7 @@ def test_replicas_that_another_process_calls_are_reduced_in_its_context(rank: in
                 with autograd.context() as context:
                     calls = [rpc.rpc_async(f"worker{r}", compute, args=("inner", batch(r))) for r in (0, 1)]
                     autograd.backward(context, [sum(call.wait().square().sum() for call in calls)])
-                    got = [
-                        rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner")) for r in (0, 1)
-                    ]
+                    got = [rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner")) for r in (0, 1)]
                 torch.testing.assert_close(got, [wanted[0], wanted[0]])
 
 
@@ -281,7 +279,7 @@ def test_weights_and_no_sync_exclude_each_other_in_a_context(rank: int, tmp_path
     with workers(rank, 2, tmp_path):
         model = paceline.replicate(layer(0))
         with autograd.context() as context, paceline.weight(model, 2), paceline.no_sync(model):
-            with pytest.raises(RuntimeError, match=r"weight\(\) inside no_sync\(\)"):
+            with pytest.raises(ValueError, match=r"weight\(\) inside no_sync\(\)"):
                 autograd.backward(context, [model(batch(rank)).sum()])
 
 
@@ -305,3 +303,315 @@ def test_trainers_with_different_numbers_of_batches_join(rank: int, tmp_path: Pa
             assert rank == 0 or len(got) == 3
             if rank == 1:
                 torch.testing.assert_close(got[2], alone)
+
+
+# ---- optimizers -------------------------------------------------------------------------------------
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer that torch has no script for."""
+
+
+each_kind = pytest.mark.parametrize("kind", [torch.optim.SGD, Plain], ids=["scripted", "plain"])
+
+
+def rows_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(6, (4, 2), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@ranks(4, timeout=100)
+@each_kind
+def test_a_distributed_optimizer_takes_the_steps_of_one_process(
+    rank: int, kind: type, tmp_path: Path
+) -> None:
+    trainers = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    table, middle, head = nn.EmbeddingBag(6, 3, sparse=True, mode="sum"), layer(1), layer(2)
+    alone = copy.deepcopy(nn.Sequential(table, middle, head))
+    # What a server holds gets a step from each trainer, a replica gets one of their mean.
+    rates = [{"params": part.parameters(), "lr": 0.01 * times} for part, times in zip(alone, (2, 1, 2))]
+    optimizer = torch.optim.SGD(rates)
+    for step in range(4):
+        (sum(alone(rows_of(r, step)).square().sum() for r in (0, 1)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with workers(rank, 4, tmp_path):
+        served.update(table=table, head=head)
+        dist.barrier()
+        if rank < 2:
+            paceline.replicate(middle, group=trainers)
+            model = nn.Sequential(Remote("worker2", "table"), middle, Remote("worker3", "head"))
+            theirs = [
+                reference
+                for worker, name in ((2, "table"), (3, "head"))
+                for reference in rpc.rpc_sync(f"worker{worker}", parameters_of, args=(name,))
+            ]
+            mine = [rpc.RRef(parameter) for parameter in middle.parameters()]
+            both = DistributedOptimizer(kind, [*theirs, *mine], lr=0.01)
+            for step in range(4):
+                with autograd.context() as context:
+                    autograd.backward(context, [model(rows_of(rank, step)).square().sum()])
+                    for turn in (0, 1):
+                        dist.barrier(trainers)
+                        if turn == rank:
+                            both.step(context)
+                    dist.barrier(trainers)
+            torch.testing.assert_close(middle.state_dict(), alone[1].state_dict())
+            got = rpc.rpc_sync("worker2", values_of, args=("table",))
+            got += rpc.rpc_sync("worker3", values_of, args=("head",))
+            torch.testing.assert_close(got, [p.detach() for n in (0, 2) for p in alone[n].parameters()])
+
+
+def step_for(owner: str, kind: type, context: int, references: Sequence[rpc.RRef]) -> str:
+    """Step parameters that another process owns; return what that raises."""
+    try:
+        DistributedOptimizer(kind, references, lr=0.1).step(context)
+    except UnsyncedGradients as error:
+        return str(error)
+    return ""
+
+
+@ranks(2, timeout=100)
+@each_kind
+def test_a_step_on_gradients_that_only_this_rank_has_is_refused(
+    rank: int, kind: type, tmp_path: Path
+) -> None:
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(layer(0))
+        other = layer(1)
+        optimizer = DistributedOptimizer(kind, [rpc.RRef(p) for p in model.parameters()], lr=0.1)
+        elsewhere = DistributedOptimizer(kind, [rpc.RRef(p) for p in other.parameters()], lr=0.1)
+        before = copy.deepcopy(model.state_dict())
+
+        with autograd.context() as context:
+            with paceline.no_sync(model):
+                autograd.backward(context, [other(model(batch(rank))).sum()])
+            elsewhere.step(context)  # nobody has replicated these
+            with pytest.raises(
+                UnsyncedGradients, match=r"only this rank has: weight, bias. They were"
+            ) as info:
+                optimizer.step(context)
+            assert "inside no_sync()" in str(info.value)
+            torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+            autograd.backward(context, [model(batch(rank)).sum()])
+            optimizer.step(context)
+            assert not torch.equal(model.weight, before["weight"])
+
+
+@ranks(3, timeout=100)
+@each_kind
+def test_the_process_that_owns_the_parameters_refuses_a_step_from_elsewhere(
+    rank: int, kind: type, tmp_path: Path
+) -> None:
+    replicas = dist.new_group([0, 1])
+    with workers(rank, 3, tmp_path):
+        if rank < 2:
+            serve("inner", paceline.replicate(layer(1), group=replicas))
+            paceline.replica(served["inner"]).reducer.sync = False  # as inside no_sync()
+        dist.barrier()
+        if rank == 2:
+            references = [
+                ref for r in (0, 1) for ref in rpc.rpc_sync(f"worker{r}", parameters_of, args=("inner",))
+            ]
+            optimizer = DistributedOptimizer(kind, references, lr=0.1)
+            with autograd.context() as context:
+                loss = sum(
+                    rpc.rpc_sync(f"worker{r}", compute, args=("inner", batch(r))).sum() for r in (0, 1)
+                )
+                autograd.backward(context, [loss])
+                with pytest.raises(
+                    RuntimeError, match=r"UnsyncedGradients: step 0: Distributed.* only this rank"
+                ):
+                    optimizer.step(context)
+        dist.barrier()
+
+
+# ---- several passes at once -------------------------------------------------------------------------
+
+
+def run_both(*functions: Callable[[], None]) -> list[BaseException | None]:
+    """Run functions on threads of their own, called first and second; return what they raise."""
+    raised: list[BaseException | None] = [None] * len(functions)
+
+    def run(place: int) -> None:
+        try:
+            functions[place]()
+        except BaseException as error:
+            raised[place] = error
+
+    names = ("first", "second")
+    threads = [threading.Thread(target=run, args=(n,), name=names[n]) for n in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+class Turns:
+    """Lets two threads go on by turns."""
+
+    def __init__(self, *order: str) -> None:
+        self._order = list(order)
+        self._moved = threading.Condition()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        with self._moved:
+            self._moved.wait_for(lambda: self._order[0] == name, timeout=30)
+            try:
+                yield
+            finally:
+                self._order.pop(0)
+                self._moved.notify_all()
+
+
+@ranks(2, timeout=60)
+@pytest.mark.parametrize("wrap", [paceline.replicate, Ours], ids=["replicate", "wrapper"])
+def test_passes_of_two_threads_that_take_turns_are_kept_apart(
+    rank: int, wrap: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    plain = layer(0)
+    with workers(rank, 2, tmp_path):
+        model = wrap(copy.deepcopy(plain))
+        turns = Turns("a0", "a1", "b0", "b1", "c1", "c0")
+        got = {}
+
+        def train(number: int) -> None:
+            with autograd.context() as context:
+                with turns.of(f"a{number}"):
+                    loss = model(batch(rank, number)).square().sum()
+                with turns.of(f"b{number}"):
+                    autograd.backward(context, [loss])
+                with turns.of(f"c{number}"):
+                    got[number] = in_context(context, model)
+
+        assert run_both(lambda: train(0), lambda: train(1)) == [None, None]
+        for number in (0, 1):
+            wanted = reference([plain], [batch(0, number), batch(1, number)])[0]
+            torch.testing.assert_close(got[number], wanted)
+
+
+@ranks(2, timeout=60)
+def test_passes_of_two_threads_in_different_orders_are_never_averaged(rank: int, tmp_path: Path) -> None:
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(layer(0))
+        optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(p) for p in model.parameters()], lr=0.1)
+        turns = Turns("a0", "a1", *(("b0", "b1") if rank == 0 else ("b1", "b0")))
+
+        def train(number: int) -> None:
+            with autograd.context() as context:
+                with turns.of(f"a{number}"):
+                    loss = model(batch(rank, number)).square().sum()
+                with turns.of(f"b{number}"), pytest.raises(RanksDisagree) as info:
+                    autograd.backward(context, [loss])
+                assert "rank 0 that of thread first, rank 1 that of thread second" in str(info.value) or (
+                    "rank 0 that of thread second, rank 1 that of thread first" in str(info.value)
+                )
+                with pytest.raises(UnsyncedGradients, match="has failed, or was never reduced"):
+                    optimizer.step(context)
+
+        assert run_both(lambda: train(0), lambda: train(1)) == [None, None]
+        with autograd.context() as context:  # of one thread: said once, it is over
+            autograd.backward(context, [model(batch(rank)).sum()])
+
+
+@ranks(3, timeout=100)
+def test_passes_that_race_from_elsewhere_are_right_or_refused(rank: int, tmp_path: Path) -> None:
+    replicas = dist.new_group([0, 1])
+    inner = layer(1)
+    wanted = {n: reference([inner], [batch(0, n), batch(1, n)])[0] for n in range(2)}
+    with workers(rank, 3, tmp_path):
+        if rank < 2:
+            serve("inner", paceline.replicate(inner, group=replicas))
+        dist.barrier()
+        ready = threading.Barrier(2)
+
+        def train(number: int) -> None:
+            for _ in range(5):
+                with autograd.context() as context:
+                    calls = [
+                        rpc.rpc_async(f"worker{r}", compute, args=("inner", batch(r, number))) for r in (0, 1)
+                    ]
+                    loss = sum(call.wait().square().sum() for call in calls)
+                    ready.wait()
+                    try:
+                        autograd.backward(context, [loss])
+                    except RuntimeError as error:
+                        assert "run at once" in str(error), error
+                        continue
+                    for r in (0, 1):
+                        got = rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner"))
+                        torch.testing.assert_close(got, wanted[number])
+
+        if rank == 2:
+            assert run_both(lambda: train(0), lambda: train(1)) == [None, None]
+        dist.barrier()
+
+
+# ---- bad input --------------------------------------------------------------------------------------
+
+
+class Broken(torch.autograd.Function):
+    """Raises in backward, or ends the process."""
+
+    @staticmethod
+    def forward(ctx, inputs: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.how = how
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.how == "dies":
+            os._exit(9)
+        if ctx.how == "raises":
+            raise ValueError("this server is out of order")
+        return gradients[0] * 2, None
+
+
+def double(inputs: torch.Tensor, how: str) -> torch.Tensor:
+    return Broken.apply(inputs, how)
+
+
+@ranks(3, timeout=60)
+@pytest.mark.parametrize("wrap", [paceline.replicate, Ours], ids=["replicate", "wrapper"])
+def test_a_remote_part_that_raises_in_backward_is_heard_of_on_every_trainer(
+    rank: int, wrap: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    trainers = dist.new_group([0, 1])
+    with workers(rank, 3, tmp_path):
+        if rank < 2:
+            in_group = {"process_group" if wrap is Ours else "group": trainers}
+            model = wrap(layer(0), **in_group)
+
+            def run(how: str) -> None:
+                with autograd.context() as context:
+                    output = rpc.rpc_sync("worker2", double, args=(model(batch(rank)), how))
+                    autograd.backward(context, [output.sum()])
+
+            run("works")
+            for _ in range(2):
+                expected = pytest.raises(RuntimeError, match="out of order")
+                with expected if rank == 0 else pytest.raises(PeerFailed, match="rank 0.*out of order"):
+                    run("raises" if rank == 0 else "works")
+            run("works")
+
+
+@ranks(2, timeout=60)
+def test_an_ended_context_is_named_and_the_others_hear_of_it(rank: int, tmp_path: Path) -> None:
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(layer(0))
+        with autograd.context() as context:
+            loss = model(batch(rank)).sum()
+            if rank == 1:
+                with pytest.raises(PeerFailed, match="rank 0.*of distributed autograd has ended"):
+                    autograd.backward(context, [loss])
+        if rank == 0:
+            with pytest.raises(
+                RuntimeError, match=f"the context {context} of distributed autograd has ended"
+            ):
+                autograd.backward(context, [loss])
+
+        with autograd.context() as context:
+            autograd.backward(context, [model(batch(rank)).sum()])

@@ -17,8 +17,8 @@ class SyncedPass(SyncedBackward):
         self._passes = passes
 
     def arrived(self, parameter: int) -> None:
-        self._passes.check_turn()
-        super().arrived(parameter)
+        if self._passes.has_turn():
+            super().arrived(parameter)
 
 
 class LocalPass(LocalBackward):
@@ -29,5 +29,5 @@ class LocalPass(LocalBackward):
         self._passes = passes
 
     def arrived(self, parameter: int) -> None:
-        self._passes.check_turn()
-        super().arrived(parameter)
+        if self._passes.has_turn():
+            super().arrived(parameter)

@@ -13,6 +13,7 @@ other in every opening what they reduce.
 import contextlib
 import enum
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 from paceline.errors import RanksDisagree
 from paceline.remote import Context
 from paceline.riders import Rider
-from paceline.torch_private import context_number, current_task, pass_watch
+from paceline.torch_private import context_number, current_task, pass_watch, raise_at_end
 
 _CROWDED, _ALONE = b"\1", b"\0"
 _NOBODY = "a call from another process"
@@ -82,6 +83,7 @@ class Passes(Rider):
         self.refused: list[RuntimeError] = []  # the other ranks hear of it when the present one is over
         self._turn = threading.RLock()
         self._task = -1
+        self._refused_tasks: deque[int] = deque(maxlen=64)
         self._threads_mixed = False  # contexts of several threads were open at once
 
     def note_forward(self) -> bool:
@@ -129,29 +131,30 @@ class Passes(Rider):
         return self._known.get(number)
 
     def _known_or_new(self, number: int) -> Pass:
-        for other in [n for n, each in list(self._known.items()) if n != number and not each.is_live]:
+        for other in [n for n, each in self._known.copy().items() if n != number and not each.is_live]:
             if self._known[other] is not self.present:
                 self._known.pop(other, None)
         return self._known.setdefault(number, Pass(Context(number)))
 
     def _others(self, one: Pass) -> list[Pass]:
-        return [each for each in list(self._known.values()) if each is not one and each.is_live]
+        return [each for each in self._known.copy().values() if each is not one and each.is_live]
 
     # ---- a backward ------------------------------------------------------------------------------
 
-    def begin(self, first: torch.Tensor, *, is_taken: bool) -> None:
-        """Find out which pass a backward is of, if any, by its first gradient."""
+    def begin(self, first: torch.Tensor, *, is_taken: bool) -> bool:
+        """Find out which pass a backward is of, by its first gradient; tell whether it is one of a pass."""
         self.present = self._pass_of(first)
         # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
         if self.present is None and first.grad is None and not is_taken:
             self.present = Pass(None)
         self._task = current_task()
+        return self.present is not None
 
     def _pass_of(self, first: torch.Tensor) -> Pass | None:
         called = pass_watch.context
         if called is not None and (found := self._known_or_new(called)).holds(first):
             return found
-        holding = [each for each in list(self._known.values()) if each.holds(first)]
+        holding = [each for each in self._known.copy().values() if each.holds(first)]
         due = [each for each in holding if each.is_due or each.is_called]
         if len(due) > 1:
             raise _at_once()
@@ -162,20 +165,34 @@ class Passes(Rider):
 
     @property
     def is_over(self) -> bool:
-        """Whether the present pass has failed: what still comes of it is of no use."""
-        return self.present is not None and self.present.stage is Stage.FAILED and not self.present.is_due
+        """Whether the backward that this thread works for has failed here: what still comes is of no use."""
+        found = self.present
+        has_failed = found is not None and found.stage is Stage.FAILED and not found.is_due
+        return has_failed or current_task() in self._refused_tasks
 
     @property
     def is_called(self) -> bool:
         """Whether a thread of this process is in the backward of a pass, and hears how it ends."""
-        return any(each.is_called for each in list(self._known.values()))
+        return any(each.is_called for each in self._known.copy().values())
 
-    def check_turn(self) -> None:
-        """Refuse a gradient of another backward while one is open."""
-        if current_task() != self._task:
+    def has_turn(self) -> bool:
+        """Tell whether a gradient is of the backward that is open; refuse another one that it is of."""
+        if current_task() == self._task:
+            return True
+        if current_task() not in self._refused_tasks:
             error = _at_once()
             self.refused.append(error)
-            raise error
+            self.refuse(error)
+            others = [each for each in self._known.copy().values() if each is not self.present]
+            meant = [each for each in others if each.is_called or each.is_due]
+            if len(meant) == 1:
+                meant[0].settle(Stage.FAILED, error)
+        return False
+
+    def refuse(self, error: BaseException) -> None:
+        """Have the backward that this thread works for end with an exception, whatever else it computes."""
+        self._refused_tasks.append(current_task())
+        raise_at_end(error)
 
     def lent(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Let parameters have the gradients of the present pass inside, if there is one."""

@@ -199,18 +199,7 @@ class Reducer:
 
     def _open(self, first: int, *, is_taken: bool = False) -> SyncedBackward | LocalBackward:
         """Start a backward, with its first gradient: autograd has written it, or it is to be taken."""
-        if not agent_is_set():
-            return self._open_now()
-        with self.passes.opening:
-            if self._backward is not None:
-                return self._backward
-            try:
-                self.passes.begin(self._parameters[first], is_taken=is_taken)
-            except RuntimeError as error:
-                if not self.passes.is_called:
-                    self.tell_failure(error, BACKWARD)
-                raise
-            return self._late_gradients() if self.passes.is_over else self._open_now()
+        return self._open_pass(first, is_taken=is_taken) if agent_is_set() else self._open_now()
 
     def _open_now(self) -> SyncedBackward | LocalBackward:
         backward: SyncedBackward | LocalBackward
@@ -218,9 +207,8 @@ class Reducer:
         for rider in self._wiring.riders:
             rider.begins()
         if self.wants_sync:
-            with self._settling_contexts():
-                hold = self.passes.present is not None or self._is_learning
-                backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
+            hold = self.passes.present is not None or self._is_learning
+            backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
         else:
             backward = self._backward = self._start_local()
             self.recorder.counts_local()
@@ -464,10 +452,25 @@ class Reducer:
                 self._fail_pass(error)
             raise
 
-    def _late_gradients(self) -> LocalBackward:
-        """Return where gradients of a pass go that has failed here already."""
-        self.passes.present = None
-        return LocalBackward(self._parameters, set())
+    def _open_pass(self, first: int, *, is_taken: bool) -> SyncedBackward | LocalBackward:
+        """Start a backward that may be one of distributed autograd, whose threads may all be here at once."""
+        with self.passes.opening:
+            if self._backward is not None:
+                return self._backward
+            is_pass = True
+            try:
+                is_pass = self.passes.begin(self._parameters[first], is_taken=is_taken)
+                if not self.passes.is_over:
+                    with self._settling_contexts():
+                        return self._open_now()
+            except BaseException as error:
+                if not is_pass:
+                    raise
+                self.passes.refuse(error)
+                if self.wants_sync and not self.passes.is_called:  # nobody here is going to hear of it
+                    self.tell_failure(error, BACKWARD)
+            self.passes.present = None
+            return LocalBackward(self._parameters, set())
 
     def turn_of(self, context: int) -> contextlib.AbstractContextManager[object]:
         """See PassListener."""

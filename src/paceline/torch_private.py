@@ -320,6 +320,18 @@ def current_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def raise_at_end(error: BaseException) -> None:
+    """Have the backward that this thread works for end with an exception.
+
+    What a hook raises in distributed autograd loses its text.
+    """
+
+    def fail() -> None:
+        raise error
+
+    Variable._execution_engine.queue_callback(fail)
+
+
 class BackwardListener(Protocol):
     """Who wants to know how backwards end. ``name`` puts several of them in the same order on every rank."""
 
