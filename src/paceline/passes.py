@@ -6,8 +6,8 @@
 
 No gradient says which pass it is of. It is of the pass whose backward this thread has called, if it has
 called one; else of the only one that is due and holds a gradient of that parameter. If two passes run at
-once, that is found out, or the second is refused: by this process, or by the ranks together, which tell each
-other in every opening what they reduce.
+once, the second waits for its turn, and the ranks tell each other in every opening whose turn it is: where
+they differ, all of them refuse.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from paceline.riders import Rider
 from paceline.torch_private import context_number, current_task, pass_watch, raise_at_end
 
 _CROWDED, _ALONE = b"\1", b"\0"
+_CONTEXT = "context "
 _NOBODY = "a call from another process"
 
 
@@ -61,10 +62,14 @@ class Pass:
         """Tell whether it has computed a gradient of this parameter."""
         return self.is_live and self.context is not None and self.context.holds(parameter)
 
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a gradient that it holds."""
+        assert self.context is not None
+        return self.context.gradients()[parameter]
+
     def has_changed(self, parameter: torch.Tensor) -> bool:
         """Tell whether its gradient was written since it had ended."""
-        assert self.context is not None
-        return self.context.gradients()[parameter]._version != self.versions.get(parameter, -1)
+        return self.gradient_of(parameter)._version != self.versions.get(parameter, -1)
 
     def settle(self, stage: Stage, error: BaseException | None = None) -> None:
         """Note how it has ended."""
@@ -79,12 +84,13 @@ class Passes(Rider):
     def __init__(self) -> None:
         self._known: dict[int, Pass] = {}
         self.present: Pass | None = None
-        self.opening = threading.RLock()  # several threads may bring the first gradients of a pass
+        self.opening = threading.Condition()  # several threads may bring the first gradients of a pass
         self.refused: list[RuntimeError] = []  # the other ranks hear of it when the present one is over
         self._turn = threading.RLock()
         self._task = -1
         self._refused_tasks: deque[int] = deque(maxlen=64)
         self._threads_mixed = False  # contexts of several threads were open at once
+        self._is_shared = False  # the ranks are called in common contexts
 
     def note_forward(self) -> bool:
         """Note the context that a forward of the module runs in; tell whether it runs in one."""
@@ -99,7 +105,7 @@ class Passes(Rider):
             others = [other for other in self._others(found) if other.context and other.context.is_ours]
             self._threads_mixed |= any(not found.who or other.who != found.who for other in others)
         else:
-            found.who = f"context {number}"
+            found.who = f"{_CONTEXT}{number}"
         return True
 
     def note_call(self, number: int) -> None:
@@ -141,21 +147,33 @@ class Passes(Rider):
 
     # ---- a backward ------------------------------------------------------------------------------
 
-    def begin(self, first: torch.Tensor, *, is_taken: bool) -> bool:
-        """Find out which pass a backward is of, by its first gradient; tell whether it is one of a pass."""
-        self.present = self._pass_of(first)
-        # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
-        if self.present is None and first.grad is None and not is_taken:
-            self.present = Pass(None)
-        self._task = current_task()
-        return self.present is not None
+    def find(self, first: torch.Tensor, came: torch.Tensor | None, *, is_taken: bool) -> Pass | None:
+        """Find out which pass a backward is of, by its first gradient; None for an ordinary backward.
 
-    def _pass_of(self, first: torch.Tensor) -> Pass | None:
+        ``came`` is what autograd has brought for that parameter.
+        """
+        found = self._pass_of(first, came)
+        # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
+        return Pass(None) if found is None and first.grad is None and not is_taken else found
+
+    def begin(self, found: Pass | None) -> None:
+        """Note the backward that opens now."""
+        self.present, self._task = found, current_task()
+        if found is not None and found.context is not None and not found.is_live and not self.is_over:
+            raise RuntimeError(
+                f"the context {found.context.number} of distributed autograd has ended before its backward "
+                "had its turn. Run one pass at a time through a replica"
+            )
+
+    def _pass_of(self, first: torch.Tensor, came: torch.Tensor | None) -> Pass | None:
         called = pass_watch.context
         if called is not None and (found := self._known_or_new(called)).holds(first):
             return found
         holding = [each for each in self._known.copy().values() if each.holds(first)]
-        due = [each for each in holding if each.is_due or each.is_called]
+        due = [e for e in holding if (e.is_due or e.is_called) and e is not self.present]
+        if len(due) > 1 and came is not None and came.layout is torch.strided:
+            # What comes fresh is put into its context as it is.
+            due = [each for each in due if each.gradient_of(first).data_ptr() == came.data_ptr()] or due
         if len(due) > 1:
             raise _at_once()
         # A pass of another process may come again, and we have not heard of the call.
@@ -167,32 +185,39 @@ class Passes(Rider):
     def is_over(self) -> bool:
         """Whether the backward that this thread works for has failed here: what still comes is of no use."""
         found = self.present
-        has_failed = found is not None and found.stage is Stage.FAILED and not found.is_due
-        return has_failed or current_task() in self._refused_tasks
+        if found is None or found.stage is not Stage.FAILED or found.is_due:
+            return current_task() in self._refused_tasks
+        if found.error is not None:  # all ranks have refused it before it had begun here
+            self.refuse(found.error)
+        return True
 
     @property
     def is_called(self) -> bool:
         """Whether a thread of this process is in the backward of a pass, and hears how it ends."""
         return any(each.is_called for each in self._known.copy().values())
 
+    @property
     def has_turn(self) -> bool:
-        """Tell whether a gradient is of the backward that is open; refuse another one that it is of."""
-        if current_task() == self._task:
-            return True
-        if current_task() not in self._refused_tasks:
-            error = _at_once()
-            self.refused.append(error)
-            self.refuse(error)
-            others = [each for each in self._known.copy().values() if each is not self.present]
-            meant = [each for each in others if each.is_called or each.is_due]
-            if len(meant) == 1:
-                meant[0].settle(Stage.FAILED, error)
-        return False
+        """Whether this thread works for the backward that is open."""
+        return current_task() == self._task
+
+    def refuse_second(self) -> None:
+        """End another backward than the open one, where it cannot wait for its turn."""
+        if current_task() in self._refused_tasks:
+            return
+        error = _at_once()
+        self.refused.append(error)
+        self.refuse(error)
+        others = [each for each in self._known.copy().values() if each is not self.present]
+        meant = [each for each in others if each.is_called or each.is_due]
+        if len(meant) == 1:
+            meant[0].settle(Stage.FAILED, error)
 
     def refuse(self, error: BaseException) -> None:
         """Have the backward that this thread works for end with an exception, whatever else it computes."""
-        self._refused_tasks.append(current_task())
-        raise_at_end(error)
+        if current_task() not in self._refused_tasks:
+            self._refused_tasks.append(current_task())
+            raise_at_end(error)
 
     def lent(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Let parameters have the gradients of the present pass inside, if there is one."""
@@ -225,15 +250,21 @@ class Passes(Rider):
     def opened(self, step: int, told: Sequence[bytes], present: Sequence[int]) -> None:
         """Refuse, on every rank, to average different passes where several run at once on some."""
         whose = {rank: told[rank][1:].decode() for rank in present if told[rank]}
-        if not any(told[rank].startswith(_CROWDED) for rank in whose):
+        is_one = len(set(whose.values())) == 1 and "" not in whose.values()
+        self._is_shared |= is_one and len(whose) > 1 and _CONTEXT in next(iter(whose.values()))
+        is_crowded = self._is_shared or any(told[rank].startswith(_CROWDED) for rank in whose)
+        if not whose or is_one or not is_crowded:
             return
-        if len(set(whose.values())) > 1 or "" in whose.values():
-            where = ", ".join(f"rank {rank} that of {who or _NOBODY}" for rank, who in whose.items())
-            raise RanksDisagree(
-                f"step {step}: several passes of distributed autograd run at once, and the ranks reduce "
-                f"different ones: {where}. Run one pass at a time through a replica, or give each thread a "
-                "replica of its own. No context was changed."
-            )
+        where = ", ".join(f"rank {rank} that of {who or _NOBODY}" for rank, who in whose.items())
+        error = RanksDisagree(
+            f"step {step}: several passes of distributed autograd run at once, and the ranks reduce "
+            f"different ones: {where}. Run one pass at a time through a replica, or give each thread a "
+            "replica over a process group of its own. No context was changed."
+        )
+        for each in self._known.copy().values():
+            if each.who.startswith(_CONTEXT) and each.who in whose.values() and each is not self.present:
+                each.settle(Stage.FAILED, error)  # here its turn has not come, and never will
+        raise error
 
     # ---- the guard -------------------------------------------------------------------------------
 
@@ -265,7 +296,7 @@ def _is_ours(one: Pass) -> bool:
 def _at_once() -> RuntimeError:
     return RuntimeError(
         "two backwards run at once through one replica, in different passes of distributed autograd. Run one "
-        "pass at a time, or give each thread a replica of its own"
+        "pass at a time, or give each thread a replica over a process group of its own"
     )
 
 

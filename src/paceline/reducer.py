@@ -49,6 +49,7 @@ from paceline.wiring import Consumer, Joining, Wiring
 Named = tuple[str, torch.nn.Parameter]
 Look = Callable[[Callable[[], set[int]] | None], None]  # only if these leaves are the module's
 LOOP = "in its loop"
+LOOK_SECONDS = 0.02  # how often a pass of distributed autograd looks whether its turn has come
 
 
 class Reducer:
@@ -111,7 +112,7 @@ class Reducer:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
             if backward is None:
-                backward = self._open(index)
+                backward = self._open(index, outputs[0])
             if outputs[0] is not None or not backward.has_seen(index):
                 backward.arrived(index)
 
@@ -189,7 +190,7 @@ class Reducer:
         """
         backward = self._backward
         if backward is None:
-            backward = self._open(indices[0], is_taken=True)
+            backward = self._open(indices[0], gradients[0], is_taken=True)
         backward.take(indices, gradients)
 
     @property
@@ -197,9 +198,11 @@ class Reducer:
         """The parameters by the autograd nodes that write their gradients."""
         return self._by_node
 
-    def _open(self, first: int, *, is_taken: bool = False) -> SyncedBackward | LocalBackward:
+    def _open(
+        self, first: int, came: torch.Tensor | None, *, is_taken: bool = False
+    ) -> SyncedBackward | LocalBackward:
         """Start a backward, with its first gradient: autograd has written it, or it is to be taken."""
-        return self._open_pass(first, is_taken=is_taken) if agent_is_set() else self._open_now()
+        return self._open_pass(first, came, is_taken=is_taken) if agent_is_set() else self._open_now()
 
     def _open_now(self) -> SyncedBackward | LocalBackward:
         backward: SyncedBackward | LocalBackward
@@ -225,7 +228,7 @@ class Reducer:
                 "weight() inside no_sync() or accumulate() in a context of distributed autograd: what its "
                 "gradients stand for would be lost. Leave one of them out, or weigh the loss yourself"
             )
-        return LocalPass(self.passes, self._parameters)
+        return LocalPass(self.passes, self._arrived_elsewhere, self._parameters)
 
     def _start_synced(
         self,
@@ -248,7 +251,11 @@ class Reducer:
         )
         local = self._local.indices if self.passes.present is None else set()
         parts = (self._wiring, self._planner.layout, record, local, self._held, self._tree)
-        backward = SyncedBackward(*parts) if self.passes.present is None else SyncedPass(self.passes, *parts)
+        # While a failure is told, a pass may come on another thread: it is told to wait for its turn.
+        is_pass = self.passes.present is not None or bool(failure and agent_is_set())
+        backward = SyncedBackward(*parts)
+        if is_pass:
+            backward = SyncedPass(self.passes, self._arrived_elsewhere, *parts)
         self._backward = backward
         with self._noting:
             backward.open(
@@ -330,8 +337,7 @@ class Reducer:
         while self._awaited:
             self._awaited.pop(0).wait()
         self._micro_batches = max(0, self._micro_batches - 1)
-        while self.passes.refused:
-            self.tell_failure(self.passes.refused.pop(), BACKWARD)
+        self._tell_refused()
 
     def _finish(self, backward: SyncedBackward) -> None:
         with self._noting:
@@ -435,12 +441,18 @@ class Reducer:
         """Hear that a forward begins; tell whether it is part of a pass of distributed autograd."""
         if self._backward is not None and self.passes.ended_early():
             # The engine of distributed autograd does not say that a pass has failed elsewhere.
-            self._fail_pass(RuntimeError("a backward of distributed autograd did not end"))
+            self._fail_pass(_never_ended())
         return torch.is_grad_enabled() and self.passes.note_forward()
 
     def _fail_pass(self, error: BaseException) -> None:
         self.passes.end(Stage.FAILED, error)
         self.on_backward_raised(error)
+        self._tell_refused()
+
+    def _tell_refused(self) -> None:
+        """Let the others know of passes that came while another one was open here."""
+        while self.passes.refused:
+            self.tell_failure(self.passes.refused.pop(), BACKWARD)
 
     @contextlib.contextmanager
     def _settling_contexts(self) -> Iterator[None]:
@@ -452,14 +464,19 @@ class Reducer:
                 self._fail_pass(error)
             raise
 
-    def _open_pass(self, first: int, *, is_taken: bool) -> SyncedBackward | LocalBackward:
+    def _open_pass(
+        self, first: int, came: torch.Tensor | None, *, is_taken: bool
+    ) -> SyncedBackward | LocalBackward:
         """Start a backward that may be one of distributed autograd, whose threads may all be here at once."""
         with self.passes.opening:
-            if self._backward is not None:
+            if self._backward is not None and self.passes.has_turn:
                 return self._backward
             is_pass = True
             try:
-                is_pass = self.passes.begin(self._parameters[first], is_taken=is_taken)
+                found = self.passes.find(self._parameters[first], came, is_taken=is_taken)
+                is_pass = found is not None
+                self._await_turn()
+                self.passes.begin(found)
                 if not self.passes.is_over:
                     with self._settling_contexts():
                         return self._open_now()
@@ -469,8 +486,23 @@ class Reducer:
                 self.passes.refuse(error)
                 if self.wants_sync and not self.passes.is_called:  # nobody here is going to hear of it
                     self.tell_failure(error, BACKWARD)
+                    self._tell_refused()
             self.passes.present = None
             return LocalBackward(self._parameters, set())
+
+    def _arrived_elsewhere(self, index: int) -> None:
+        """Note a gradient of another backward than the open one. Called by the thread that computes it."""
+        if self._parameters[index].device.type != "cpu":  # the open one may need this very thread
+            self.passes.refuse_second()
+            return
+        self._open(index, None).arrived(index)
+
+    def _await_turn(self) -> None:
+        """Wait until no backward of another pass is open."""
+        while self._backward is not None:
+            if self.passes.ended_early():
+                self._fail_pass(_never_ended())
+            self.passes.opening.wait(LOOK_SECONDS)
 
     def turn_of(self, context: int) -> contextlib.AbstractContextManager[object]:
         """See PassListener."""
@@ -502,6 +534,7 @@ class Reducer:
                 self._fail_pass(error)
             elif self.passes.present is None and isinstance(self._backward, SyncedBackward):
                 self.on_backward_raised(error)
+                self._tell_refused()
             found.settle(Stage.FAILED)
         return found.error
 
@@ -925,6 +958,10 @@ class _NotingLostPeers:
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         if isinstance(error, PeerLost):
             self._reducer._peer_lost = error
+
+
+def _never_ended() -> RuntimeError:
+    return RuntimeError("a backward of distributed autograd did not end")
 
 
 def _do_nothing(_leaves: Callable[[], set[int]] | None) -> None:
