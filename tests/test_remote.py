@@ -18,7 +18,7 @@ from torch.distributed import autograd, rpc
 
 import paceline
 from paceline import DistributedDataParallel as Ours
-from paceline.errors import PeerFailed, PeerLost, RanksDisagree, UnsyncedGradients, UnusedParameters
+from paceline.errors import PeerFailed, RanksDisagree, UnsyncedGradients
 from paceline.testing import ranks
 
 with warnings.catch_warnings():
@@ -329,7 +329,10 @@ def test_a_distributed_optimizer_takes_the_steps_of_one_process(
     table, middle, head = nn.EmbeddingBag(6, 3, sparse=True, mode="sum"), layer(1), layer(2)
     alone = copy.deepcopy(nn.Sequential(table, middle, head))
     # What a server holds gets a step from each trainer, a replica gets one of their mean.
-    rates = [{"params": part.parameters(), "lr": 0.01 * times} for part, times in zip(alone, (2, 1, 2))]
+    rates = [
+        {"params": part.parameters(), "lr": 0.01 * times}
+        for part, times in zip(alone, (2, 1, 2), strict=True)
+    ]
     optimizer = torch.optim.SGD(rates)
     for step in range(4):
         (sum(alone(rows_of(r, step)).square().sum() for r in (0, 1)) / 2).backward()
@@ -517,33 +520,71 @@ def test_passes_of_two_threads_in_different_orders_are_never_averaged(rank: int,
             autograd.backward(context, [model(batch(rank)).sum()])
 
 
+second_has_come = threading.Event()
+
+
+class Slow(torch.autograd.Function):
+    """Computes its gradient when another pass has come as far."""
+
+    @staticmethod
+    def forward(ctx, inputs: torch.Tensor, is_first: bool) -> torch.Tensor:
+        ctx.is_first = is_first
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.is_first:
+            assert second_has_come.wait(10)
+        return gradients[0], None
+
+
+def compute_slowly(inputs: torch.Tensor, is_first: bool) -> torch.Tensor:
+    lower, upper = served["inner"]
+    output = upper(Slow.apply(lower(inputs), is_first))
+    if not is_first:
+        output.register_hook(lambda _: second_has_come.set())
+    return output
+
+
+class Both(nn.Sequential):
+    """Two layers, called through the module so that its forward is seen."""
+
+    def forward(self, inputs: torch.Tensor, is_first: bool) -> torch.Tensor:
+        return compute_slowly(inputs, is_first)
+
+
+def compute_both(inputs: torch.Tensor, is_first: bool) -> torch.Tensor:
+    return served["inner"](inputs, is_first)
+
+
 @ranks(3, timeout=100)
-def test_passes_that_race_from_elsewhere_are_right_or_refused(rank: int, tmp_path: Path) -> None:
+def test_a_pass_that_comes_while_another_is_open_waits_for_its_turn(rank: int, tmp_path: Path) -> None:
     replicas = dist.new_group([0, 1])
-    inner = layer(1)
-    wanted = {n: reference([inner], [batch(0, n), batch(1, n)])[0] for n in range(2)}
+    inner = Both(layer(1), layer(2))
+    wanted = [
+        [gradient for part in reference(list(inner), [batch(0, n), batch(1, n)]) for gradient in part]
+        for n in range(2)
+    ]
     with workers(rank, 3, tmp_path):
         if rank < 2:
             serve("inner", paceline.replicate(inner, group=replicas))
         dist.barrier()
-        ready = threading.Barrier(2)
+        has_begun = threading.Event()
 
         def train(number: int) -> None:
-            for _ in range(5):
-                with autograd.context() as context:
-                    calls = [
-                        rpc.rpc_async(f"worker{r}", compute, args=("inner", batch(r, number))) for r in (0, 1)
-                    ]
-                    loss = sum(call.wait().square().sum() for call in calls)
-                    ready.wait()
-                    try:
-                        autograd.backward(context, [loss])
-                    except RuntimeError as error:
-                        assert "run at once" in str(error), error
-                        continue
-                    for r in (0, 1):
-                        got = rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner"))
-                        torch.testing.assert_close(got, wanted[number])
+            with autograd.context() as context:
+                if number == 1:
+                    assert has_begun.wait(10)
+                calls = [
+                    rpc.rpc_async(f"worker{r}", compute_both, args=(batch(r, number), number == 0))
+                    for r in (0, 1)
+                ]
+                loss = sum(call.wait().square().sum() for call in calls)
+                loss.register_hook(lambda _: has_begun.set())
+                autograd.backward(context, [loss])
+                for r in (0, 1):
+                    got = rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner"))
+                    torch.testing.assert_close(got, wanted[number])
 
         if rank == 2:
             assert run_both(lambda: train(0), lambda: train(1)) == [None, None]
@@ -615,3 +656,37 @@ def test_an_ended_context_is_named_and_the_others_hear_of_it(rank: int, tmp_path
 
         with autograd.context() as context:
             autograd.backward(context, [model(batch(rank)).sum()])
+
+
+SERVER = """
+import os, sys, torch
+from torch.distributed import rpc
+sys.path.insert(0, {root!r})
+import tests.test_remote
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://{folder}/rpc")
+rpc.init_rpc("worker2", rank=2, world_size=3, rpc_backend_options=options)
+rpc.shutdown()
+"""
+
+
+@ranks(2, timeout=90)
+def test_a_server_that_dies_in_backward_is_heard_of_on_every_trainer(rank: int, tmp_path: Path) -> None:
+    if rank == 0:
+        code = SERVER.format(root=str(Path(__file__).parents[1]), folder=tmp_path)
+        server = subprocess.Popen([sys.executable, "-c", code])
+    with workers(rank, 3, tmp_path, graceful=False):
+        model = paceline.replicate(layer(0))
+
+        def run(worker: str, how: str) -> None:
+            with autograd.context() as context:
+                autograd.backward(
+                    context, [rpc.rpc_sync(worker, double, args=(model(batch(rank)), how)).sum()]
+                )
+
+        run("worker2", "works")
+        expected = pytest.raises(RuntimeError, match="eof|connection|closed")
+        with expected if rank == 0 else pytest.raises(PeerFailed, match="rank 0 raised during its backward"):
+            run("worker2" if rank == 0 else "worker1", "dies" if rank == 0 else "works")
+        if rank == 0:
+            assert server.wait(timeout=30) == 9
+        run(f"worker{rank}", "works")  # what is left of the model trains on
