@@ -690,3 +690,34 @@ def test_a_server_that_dies_in_backward_is_heard_of_on_every_trainer(rank: int, 
         if rank == 0:
             assert server.wait(timeout=30) == 9
         run(f"worker{rank}", "works")  # what is left of the model trains on
+
+
+TRAINER = """
+import os, sys, torch, paceline
+import torch.distributed as dist
+from torch.distributed import autograd, rpc
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+model = paceline.replicate(torch.nn.Linear(3, 3))
+with autograd.context() as context:
+    output = model(torch.ones(2, 3))
+    if rank == 1:
+        output.register_hook(lambda _: os._exit(9))
+    try:
+        autograd.backward(context, [output.sum()])
+    except paceline.PacelineError as error:
+        print("heard", type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_trainer_that_dies_in_backward_is_lost_to_the_others(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", TRAINER, str(rank), str(tmp_path)] for rank in (0, 1)]
+    trainers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+
+    said, _ = trainers[0].communicate(timeout=60)
+
+    assert trainers[1].wait(timeout=60) == 9
+    assert "heard PeerLost" in said, said

@@ -23,6 +23,7 @@ class Starter:
     def command(self, launcher: str, script: str, *args: object) -> list[str]:
         starts: dict[str, Sequence[object]] = {
             "paceline run": (PACELINE, "run", "-n", 2),
+            "paceline run -n 3": (PACELINE, "run", "-n", 3),
             "torchrun": (TORCHRUN, "--standalone", "--nproc-per-node", 2),
             "python": (sys.executable,),
         }
