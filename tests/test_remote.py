@@ -497,6 +497,35 @@ def test_passes_of_two_threads_that_take_turns_are_kept_apart(
 
 
 @ranks(2, timeout=60)
+def test_a_pass_inside_an_ordinary_backward_is_never_taken_for_it(rank: int, tmp_path: Path) -> None:
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(layer(0))
+        raised = []
+
+        def run_a_pass(_: torch.Tensor) -> None:
+            def run() -> None:
+                with autograd.context() as context:
+                    try:
+                        autograd.backward(context, [model(batch(rank)).sum()])
+                    except RuntimeError as error:
+                        raised.append(str(error))
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+        inputs = batch(rank).requires_grad_()
+        inputs.register_hook(run_a_pass)
+        model(inputs).square().sum().backward()
+
+        assert [text.partition(",")[0] for text in raised] == [
+            "two backwards run at once through one replica"
+        ]
+        wanted = reference([layer(0)], [batch(0), batch(1)])[0]
+        torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+
+
+@ranks(2, timeout=60)
 def test_passes_of_two_threads_in_different_orders_are_never_averaged(rank: int, tmp_path: Path) -> None:
     with workers(rank, 2, tmp_path):
         model = paceline.replicate(layer(0))

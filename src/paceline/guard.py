@@ -97,9 +97,7 @@ class Guard(Sentry[Reducer]):
     def meant(self, error: BaseException) -> BaseException:
         """See StepChecker: an exception that comes back from its owner, or out of a script, is only text."""
         _, found, text = str(error).rpartition(f"{UnsyncedGradients.__name__}: ")
-        if isinstance(error, UnsyncedGradients) or not found:
-            return error
-        return UnsyncedGradients(text.split("\n")[0])
+        return UnsyncedGradients(text.split("\n")[0]) if found else error
 
 
 def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:

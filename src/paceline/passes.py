@@ -127,6 +127,14 @@ class Passes(Rider):
             found.is_called = False
             found.is_due &= found.is_closing
 
+    def check_reduced(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise if a backward has returned whose gradients went by unseen, into another one that was open."""
+        found = self._known.get(number)
+        if found is None or not found.is_due or found.is_closing or found.context is None:
+            return
+        if not found.context.gradients().keys().isdisjoint(parameters):
+            raise _at_once()
+
     def turn_of(self, number: int) -> AbstractContextManager[object]:
         """Wait inside until no other pass through this replica is in a backward that this process called."""
         found = self._known.get(number)
@@ -205,13 +213,16 @@ class Passes(Rider):
         """End another backward than the open one, where it cannot wait for its turn."""
         if current_task() in self._refused_tasks:
             return
-        error = _at_once()
-        self.refused.append(error)
-        self.refuse(error)
         others = [each for each in self._known.copy().values() if each is not self.present]
         meant = [each for each in others if each.is_called or each.is_due]
-        if len(meant) == 1:
-            meant[0].settle(Stage.FAILED, error)
+        self.refuse(self.give_way(meant[0] if len(meant) == 1 else Pass(None)))
+
+    def give_way(self, second: Pass) -> RuntimeError:
+        """Let a pass fail because another backward is open; the other ranks hear of it when that is over."""
+        error = _at_once()
+        self.refused.append(error)
+        second.settle(Stage.FAILED, error)
+        return error
 
     def refuse(self, error: BaseException) -> None:
         """Have the backward that this thread works for end with an exception, whatever else it computes."""

@@ -7,6 +7,7 @@ surrounds backward().
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class Reducer:
         self._noting = _NotingLostPeers(self)
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._closed = False  # the present backward has been closed here
+        self._keeps_gradients = False  # what fails is a pass of distributed autograd
         self.recorder = Recorder(clocks_for(self._parameters))
         self._planner = Planner(named, caps, wishes or Wishes(), wiring.hook, self.recorder)
         self._caps = caps
@@ -253,10 +255,10 @@ class Reducer:
         parts = (self._wiring, self._planner.layout, record, local, self._held, self._tree)
         # While a failure is told, a pass may come on another thread: it is told to wait for its turn.
         is_pass = self.passes.present is not None or bool(failure and agent_is_set())
-        backward = SyncedBackward(*parts)
-        if is_pass:
-            backward = SyncedPass(self.passes, self._arrived_elsewhere, *parts)
-        self._backward = backward
+        make = (
+            functools.partial(SyncedPass, self.passes, self._arrived_elsewhere) if is_pass else SyncedBackward
+        )
+        backward = self._backward = make(*parts)
         with self._noting:
             backward.open(
                 kind,
@@ -446,13 +448,24 @@ class Reducer:
 
     def _fail_pass(self, error: BaseException) -> None:
         self.passes.end(Stage.FAILED, error)
-        self.on_backward_raised(error)
+        with self._keeping_gradients():
+            self.on_backward_raised(error)
         self._tell_refused()
 
     def _tell_refused(self) -> None:
         """Let the others know of passes that came while another one was open here."""
         while self.passes.refused:
-            self.tell_failure(self.passes.refused.pop(), BACKWARD)
+            with self._keeping_gradients():
+                self.tell_failure(self.passes.refused.pop(), BACKWARD)
+
+    @contextlib.contextmanager
+    def _keeping_gradients(self) -> Iterator[None]:
+        """Leave what the parameters have alone while the failure of a pass is settled: it has its own."""
+        self._keeps_gradients = True
+        try:
+            yield
+        finally:
+            self._keeps_gradients = False
 
     @contextlib.contextmanager
     def _settling_contexts(self) -> Iterator[None]:
@@ -485,7 +498,8 @@ class Reducer:
                     raise
                 self.passes.refuse(error)
                 if self.wants_sync and not self.passes.is_called:  # nobody here is going to hear of it
-                    self.tell_failure(error, BACKWARD)
+                    with self._keeping_gradients():
+                        self.tell_failure(error, BACKWARD)
                     self._tell_refused()
             self.passes.present = None
             return LocalBackward(self._parameters, set())
@@ -511,7 +525,13 @@ class Reducer:
     def on_pass_begin(self, context: int) -> None:
         """See PassListener."""
         self.passes.note_call(context)
-        self.on_backward_begin(lambda: {id(parameter) for parameter in self._parameters})
+        found = self.passes.get(context)
+        reached = self._parameters if found is not None and found.has_forward else ()
+        self.on_backward_begin(lambda: {id(parameter) for parameter in reached})
+
+    def on_pass_returned(self, context: int) -> None:
+        """See PassListener."""
+        self.passes.check_reduced(context, self._parameters)
 
     def on_pass_left(self, context: int) -> None:
         """See PassListener."""
@@ -521,7 +541,11 @@ class Reducer:
     def on_pass_failing(self, context: int, error: BaseException) -> None:
         """See PassListener: open, as failed, what was going to be opened."""
         found = self.passes.get(context)
-        if found is not None and found.is_due and not found.is_closing and self.wants_sync:
+        if found is None or not found.is_due or found.is_closing:
+            return
+        if self._backward is not None and self.passes.present is not found:
+            self.passes.give_way(found)  # to a backward of another thread
+        elif self.wants_sync:
             self.open_failure(error, BACKWARD)
 
     def on_pass_raised(self, context: int, error: BaseException) -> BaseException | None:
@@ -532,8 +556,9 @@ class Reducer:
         if found.is_due:
             if self.passes.present is found:
                 self._fail_pass(error)
-            elif self.passes.present is None and isinstance(self._backward, SyncedBackward):
-                self.on_backward_raised(error)
+            else:
+                with self._keeping_gradients():
+                    self.on_backward_raised(error)  # of what was opened as failed
                 self._tell_refused()
             found.settle(Stage.FAILED)
         return found.error
@@ -639,7 +664,8 @@ class Reducer:
 
     def _drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
-        self._local.drop(self.plan.members)
+        if not self._keeps_gradients:
+            self._local.drop(self.plan.members)
         if self._tree is not None:
             self._tree.clear()
         for rider in self._wiring.riders:

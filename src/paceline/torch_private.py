@@ -538,6 +538,9 @@ class PassListener(Protocol):
     def on_pass_begin(self, context: int) -> None:
         """Hear that the backward of a pass starts."""
 
+    def on_pass_returned(self, context: int) -> None:
+        """Look at what it has left, and raise if that is wrong."""
+
     def on_pass_failing(self, context: int, error: BaseException) -> None:
         """Hear that it raised. Wait for nobody."""
 
@@ -588,7 +591,7 @@ class _PassWatch(Sentry[Any]):
             self._entry = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run(self, context_id: int, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, context_id: int, *args: Any, **kwargs: Any) -> None:
         assert self._entry is not None
         listeners = sorted(self._items.here(), key=_name_of)
         with ExitStack() as turns:
@@ -598,7 +601,9 @@ class _PassWatch(Sentry[Any]):
             try:
                 for listener in listeners:
                     listener.on_pass_begin(context_id)
-                return self._entry(context_id, *args, **kwargs)
+                self._entry(context_id, *args, **kwargs)
+                for listener in listeners:
+                    listener.on_pass_returned(context_id)
             except BaseException as error:
                 for listener in listeners:
                     listener.on_pass_failing(context_id, error)
