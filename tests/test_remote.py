@@ -127,8 +127,8 @@ def test_a_replicated_part_has_the_gradient_of_everybodys_batch(
     trainers = dist.new_group([0, 1])
     parts = parts_of(place)
     wanted = dict(zip(parts, reference(list(parts.values()), [batch(0), batch(1)]), strict=True))
+    served.update(parts)
     with workers(rank, 3, tmp_path):
-        served.update(parts)
         if rank < 2:
             in_group = {"process_group" if wrap is Ours else "group": trainers}
             model = assembled(parts, "worker2", lambda part: wrap(part, **in_group))
@@ -149,8 +149,8 @@ def train_without(model: nn.Module, rank: int) -> list[torch.Tensor]:
 @ranks(3, timeout=100)
 def test_without_data_parallel_each_trainer_has_its_own_gradient(rank: int, tmp_path: Path) -> None:
     parts = parts_of("before")
+    served.update(parts)
     with workers(rank, 3, tmp_path):
-        served.update(parts)
         if rank < 2:
             got = train_without(assembled(parts, "worker2", lambda part: part), rank)
 
@@ -205,8 +205,8 @@ def test_a_replica_whose_output_goes_to_several_servers_waits_for_all_of_them(
     plain = copy.deepcopy(local)
     losses = [(left(plain(x)) * right(plain(x))).sum() for x in (batch(0), batch(1))]
     (sum(losses) / 2).backward()
+    served.update(left=left, right=right)
     with workers(rank, 3, tmp_path):
-        served.update(left=left, right=right)
         if rank < 2:
             paceline.replicate(local, group=trainers)
             for _ in range(5):
@@ -288,8 +288,8 @@ def test_trainers_with_different_numbers_of_batches_join(rank: int, tmp_path: Pa
     trainers = dist.new_group([0, 1])
     parts = parts_of("between")
     alone = reference(list(parts.values()), [batch(1, 2)])[1]
+    served.update(parts)
     with workers(rank, 3, tmp_path):
-        served.update(parts)
         if rank < 2:
             model = assembled(parts, "worker2", lambda part: paceline.replicate(part, group=trainers))
             got = []
@@ -338,8 +338,8 @@ def test_a_distributed_optimizer_takes_the_steps_of_one_process(
         (sum(alone(rows_of(r, step)).square().sum() for r in (0, 1)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
+    served.update(table=table, head=head)
     with workers(rank, 4, tmp_path):
-        served.update(table=table, head=head)
         dist.barrier()
         if rank < 2:
             paceline.replicate(middle, group=trainers)
