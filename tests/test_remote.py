@@ -750,3 +750,32 @@ def test_a_trainer_that_dies_in_backward_is_lost_to_the_others(tmp_path: Path) -
 
     assert trainers[1].wait(timeout=60) == 9
     assert "heard PeerLost" in said, said
+
+
+def multiply(name: str, inputs: torch.Tensor) -> torch.Tensor:
+    return inputs @ served[name].weight  # not through the module's forward
+
+
+@ranks(3, timeout=60)
+def test_a_context_that_nobody_has_heard_of_is_refused(rank: int, tmp_path: Path) -> None:
+    replicas = dist.new_group([0, 1])
+    with workers(rank, 3, tmp_path):
+        if rank < 2:
+            serve("inner", paceline.replicate(layer(1), group=replicas))
+        dist.barrier()
+        if rank == 2:
+            with autograd.context() as context:
+                calls = [rpc.rpc_async(f"worker{r}", multiply, args=("inner", batch(r))) for r in (0, 1)]
+                with pytest.raises(RuntimeError, match="autograd that this process has not heard of"):
+                    autograd.backward(context, [sum(call.wait().sum() for call in calls)])
+        dist.barrier()
+
+
+@ranks(2, timeout=60)
+def test_a_step_that_is_not_finite_leaves_zeros_in_its_context(rank: int, tmp_path: Path) -> None:
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(layer(0), check_finite="skip")
+        with autograd.context() as context:
+            autograd.backward(context, [model(batch(rank)).sum() * (float("nan") if rank else 1.0)])
+
+            assert all(not gradient.any() for gradient in in_context(context, model))
