@@ -32,7 +32,6 @@ from paceline.logging_data import Notes, logging_data
 from paceline.places import here
 from paceline.precision import Precision
 from paceline.reducer import Reducer
-from paceline.remote import current_context
 from paceline.replication import Replica, comm_for
 from paceline.settings import Settings, check_deterministic, reducing_in, sparse_in
 from paceline.torch_names import (
@@ -250,8 +249,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._replica is None and torch.is_grad_enabled():
             self._attach(comm_for(self._group.group, None, self.module))
         self._take_over_optimizers()
-        if self._engine is not None:
-            self._engine.note_context(current_context())
         self._before_forward()
         if not self.device_ids:
             return inputs, kwargs

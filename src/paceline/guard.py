@@ -3,7 +3,9 @@
 While all gradients are agreed, the gate costs one address per parameter; only a suspicion looks closer.
 """
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from paceline.errors import UnsyncedGradients, name_some
 from paceline.local import has_anything
 from paceline.places import Sentry
 from paceline.reducer import Reducer
+from paceline.torch_private import agent_is_set, check_remote_steps
 
 Suspects = Mapping[str, torch.Tensor]
 
@@ -23,11 +26,14 @@ class Guard(Sentry[Reducer]):
     def __init__(self) -> None:
         super().__init__()
         self._handle: Any = None
+        self._remote = threading.local()  # a step of this thread is one of a DistributedOptimizer
 
     def add(self, reducer: Reducer) -> None:
         """Let no optimizer step on unsynced gradients of this reducer."""
         self._items.add(reducer)
         self._stand()
+        if agent_is_set():
+            self.watch_remote_steps()
 
     def remove(self, reducer: Reducer) -> None:
         """Stop guarding a reducer."""
@@ -63,7 +69,35 @@ class Guard(Sentry[Reducer]):
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         for reducer in self._items.here():
-            check_step(reducer, optimizer)
+            if getattr(self._remote, "is_stepping", False):
+                reducer.steps.note(optimizer)  # on gradients of a context, which were looked at before
+            else:
+                check_step(reducer, optimizer)
+
+    # ---- gradients in contexts of distributed autograd -------------------------------------------
+
+    def watch_remote_steps(self) -> None:
+        """Stand before DistributedOptimizers, too."""
+        check_remote_steps(self)
+
+    def before_remote_step(self, context: int, parameters: Sequence[torch.Tensor]) -> None:
+        """See StepChecker. Called in the process that owns the parameters."""
+        for reducer in self._items.here():
+            check_pass(reducer, context, parameters)
+
+    @contextmanager
+    def during_remote_step(self) -> Iterator[None]:
+        """See StepChecker."""
+        self._remote.is_stepping = True
+        try:
+            yield
+        finally:
+            self._remote.is_stepping = False
+
+    def meant(self, error: BaseException) -> BaseException:
+        """See StepChecker: an exception that comes back from its owner, or out of a script, is only text."""
+        _, found, text = str(error).rpartition(f"{UnsyncedGradients.__name__}: ")
+        return UnsyncedGradients(text.split("\n")[0]) if found else error
 
 
 def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
@@ -79,6 +113,20 @@ def check_gradients(reducer: Reducer, what: str, optimizer: torch.optim.Optimize
         _refuse_moved(reducer, _of(optimizer, moved), what)
     if not reducer.all_agreed:
         _refuse_local(reducer, _of(optimizer, reducer.unsynced()), what)
+
+
+def check_pass(reducer: Reducer, context: int, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise if a DistributedOptimizer would use gradients that the ranks have not agreed on."""
+    stepped = {id(parameter) for parameter in parameters}
+    watched: dict[torch.Tensor, str] = {p: name for name, p in reducer.named() if id(p) in stepped}
+    suspects = reducer.passes.unsynced(context, list(watched))
+    names = [watched[parameter] for parameter, gradient in suspects.items() if has_anything([gradient])]
+    if names:
+        raise UnsyncedGradients(
+            f"step {reducer.step}: DistributedOptimizer.step({context}) would use gradients that only this "
+            f"rank has: {name_some(names)}. {reducer.passes.why_unsynced(context)}.",
+            names,
+        )
 
 
 def left_unsynced(reducer: Reducer) -> list[str]:

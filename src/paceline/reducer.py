@@ -7,6 +7,7 @@ surrounds backward().
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,17 +32,18 @@ from paceline.errors import (
 from paceline.frames import Kind
 from paceline.hooks import Hook, StatefulHook, name_of, way_of
 from paceline.local import LocalGradients
+from paceline.pass_backward import LocalPass, SyncedPass
+from paceline.passes import Passes, Stage
 from paceline.plan import Caps, Plan, Wishes
 from paceline.planner import Planner
 from paceline.recorder import Recorder, is_counted
-from paceline.remote import Context
 from paceline.riders import Rider
 from paceline.sharded import Part, leaf_of
 from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
 from paceline.tally import BACKWARD, Outcome
-from paceline.torch_private import accumulator_of, agent_is_set, engine_watch
+from paceline.torch_private import accumulator_of, agent_is_set, engine_watch, pass_watch
 from paceline.tree import Tree
 from paceline.weights import Ledger
 from paceline.wiring import Consumer, Joining, Wiring
@@ -49,6 +51,7 @@ from paceline.wiring import Consumer, Joining, Wiring
 Named = tuple[str, torch.nn.Parameter]
 Look = Callable[[Callable[[], set[int]] | None], None]  # only if these leaves are the module's
 LOOP = "in its loop"
+LOOK_SECONDS = 0.02  # how often a pass of distributed autograd looks whether its turn has come
 
 
 class Reducer:
@@ -60,7 +63,8 @@ class Reducer:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._leaves = [leaf_of(parameter) for parameter in self._parameters]  # as they are reduced
-        self._wiring = wiring
+        self.passes = Passes()  # of distributed autograd
+        self._wiring = self._with_passes(wiring)
         self.name = wiring.name
         self.step = 0  # reduced backwards that were started, failed ones included
         self._changes = 0  # of the module, that all ranks have agreed on; each has counted as a step
@@ -69,8 +73,6 @@ class Reducer:
         self.before_first: weakref.WeakMethod[Any] | None = None  # to be called before the first backward
         self.steps = StepCount(self._parameters)  # of optimizers
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
-        self.context: Context | None = None  # of distributed autograd, if the next backward is its
-        self._is_remote = False  # the present backward is one of distributed autograd
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         # In a fixed order all ranks use one unit.
         self._local = LocalGradients(self._leaves, Ledger(of_one=wiring.deterministic))
@@ -84,12 +86,14 @@ class Reducer:
         self._noting = _NotingLostPeers(self)
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._closed = False  # the present backward has been closed here
+        self._keeps_gradients = False  # what fails is a pass of distributed autograd
         self.recorder = Recorder(clocks_for(self._parameters))
         self._planner = Planner(self._named_leaves(), caps, wishes or Wishes(), wiring.hook, self.recorder)
         self._caps = caps
         self.watch = 0  # counts how often other parameters were watched
         self._watch()
         engine_watch.add(self)
+        pass_watch.add(self)
 
     # ---- the parameters --------------------------------------------------------------------------
 
@@ -115,7 +119,7 @@ class Reducer:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
             if backward is None:
-                backward = self._open(index)
+                backward = self._open(index, outputs[0])
             if outputs[0] is not None or not backward.has_seen(index):
                 backward.arrived(index)
 
@@ -194,7 +198,7 @@ class Reducer:
     @property
     def may_take(self) -> bool:
         """Whether gradients may be taken out of the middle of a compiled backward."""
-        return self._tree is None and self.context is None
+        return self._tree is None and not agent_is_set()
 
     def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Take gradients out of the middle of a compiled backward. Called by the thread that computes them.
@@ -203,7 +207,7 @@ class Reducer:
         """
         backward = self._backward
         if backward is None:
-            backward = self._open(indices[0], is_taken=True)
+            backward = self._open(indices[0], gradients[0], is_taken=True)
         backward.take(indices, gradients)
 
     @property
@@ -211,31 +215,37 @@ class Reducer:
         """The parameters by the autograd nodes that write their gradients."""
         return self._by_node
 
-    def _open(self, first: int, *, is_taken: bool = False) -> SyncedBackward | LocalBackward:
+    def _open(
+        self, first: int, came: torch.Tensor | None, *, is_taken: bool = False
+    ) -> SyncedBackward | LocalBackward:
         """Start a backward, with its first gradient: autograd has written it, or it is to be taken."""
+        return self._open_pass(first, came, is_taken=is_taken) if agent_is_set() else self._open_now()
+
+    def _open_now(self) -> SyncedBackward | LocalBackward:
         backward: SyncedBackward | LocalBackward
-        if self.context is not None and not self.context.holds(self._parameters[first]):
-            self.context = None  # an ordinary backward inside of it
-        # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
-        self._is_remote = self.context is not None or (
-            self._parameters[first].grad is None and not is_taken and agent_is_set()
-        )
         self._local.note_backward(is_reduced=self.wants_sync)
         for rider in self._wiring.riders:
             rider.begins()
         if self.wants_sync:
-            with self._settling_contexts():
-                hold = self._is_remote or self._is_learning
-                backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
+            hold = self.passes.present is not None or self._is_learning
+            backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
         else:
-            backward = self._backward = LocalBackward(
-                self._leaves, self._local.indices, self._tree, counts=self._local.counts
-            )
+            backward = self._backward = self._start_local()
             self.recorder.counts_local()
         self._arm()
         if engine_watch.nested():
             self.on_nested_begin()
         return backward
+
+    def _start_local(self) -> LocalBackward:
+        if self.passes.present is None:
+            return LocalBackward(self._leaves, self._local.indices, self._tree, counts=self._local.counts)
+        if self._local.ledger.now is not None:
+            raise ValueError(
+                "weight() inside no_sync() or accumulate() in a context of distributed autograd: what its "
+                "gradients stand for would be lost. Leave one of them out, or weigh the loss yourself"
+            )
+        return LocalPass(self.passes, self._arrived_elsewhere, self._leaves)
 
     def _start_synced(
         self,
@@ -256,9 +266,14 @@ class Reducer:
         record = self.recorder.start(
             self.step, in_backward=engine_watch.inside(), is_counted=is_counted(self._wiring.hook)
         )
-        local = self._local.indices if self.context is None else set()
-        backward = SyncedBackward(self._wiring, self._planner.layout, record, local, self._held, self._tree)
-        self._backward = backward
+        local = self._local.indices if self.passes.present is None else set()
+        parts = (self._wiring, self._planner.layout, record, local, self._held, self._tree)
+        # While a failure is told, a pass may come on another thread: it is told to wait for its turn.
+        is_pass = self.passes.present is not None or bool(failure and agent_is_set())
+        make = (
+            functools.partial(SyncedPass, self.passes, self._arrived_elsewhere) if is_pass else SyncedBackward
+        )
+        backward = self._backward = make(*parts)
         with self._noting:
             backward.open(
                 kind,
@@ -321,35 +336,36 @@ class Reducer:
 
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
-        if isinstance(self._backward, SyncedBackward) and not self._is_remote:
+        if isinstance(self._backward, SyncedBackward) and self.passes.present is None:
             with self._noting:
                 self._backward.send_rest()
 
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
         if isinstance(self._backward, SyncedBackward):
-            with self._settling_contexts():
-                with self.context.lent(self._parameters) if self.context else contextlib.nullcontext():
-                    self._finish(self._backward)
+            with self._settling_contexts(), self.passes.lent(self._parameters):
+                self._finish(self._backward)
+            self.passes.end(Stage.AGREED)
         elif self._backward is not None:
             self._backward.finish()
-        self.context, self._is_remote = None, False
+            self.passes.end(Stage.LOCAL)
         self._backward = None
         self._closed = True
         while self._awaited:
             self._awaited.pop(0).wait()
         self._micro_batches = max(0, self._micro_batches - 1)
+        self._tell_refused()
 
     def _finish(self, backward: SyncedBackward) -> None:
         with self._noting:
             outcome = backward.finish(learn=self._planner.is_guess)
-        if self.context is not None:
+        if self.passes.present is not None:
             self._check_contexts(outcome, backward)
         self.step = backward.step + 1
         self.recorder.finish(backward.record, backward.step, backward.active)
         self.recorder.skipped += backward.is_dropped
         self.last_active = backward.active
-        if self.context is None:
+        if self.passes.present is None:
             self._local.are_agreed(self.plan.members)
         if self._tree is not None:
             self._tree.clear() if backward.is_dropped else self._tree.finish(self.plan.members)
@@ -433,12 +449,38 @@ class Reducer:
 
     # ---- distributed autograd --------------------------------------------------------------------
 
-    def note_context(self, context: Context | None) -> None:
-        """Hear in which context of distributed autograd a forward runs, if in any."""
-        if self._backward is not None and not engine_watch.inside():
-            # The engine of distributed autograd does not say when it fails.
-            self.on_backward_raised(RuntimeError("a backward of distributed autograd did not end"))
-        self.context = context
+    def _with_passes(self, wiring: Wiring) -> Wiring:
+        """Have every backward tell of which pass of distributed autograd it is."""
+        others = [rider for rider in wiring.riders if not isinstance(rider, Passes)]
+        return wiring if wiring.comm.size == 1 else dataclasses.replace(wiring, riders=[*others, self.passes])
+
+    def note_forward(self) -> bool:
+        """Hear that a forward begins; tell whether it is part of a pass of distributed autograd."""
+        if self._backward is not None and self.passes.ended_early():
+            # The engine of distributed autograd does not say that a pass has failed elsewhere.
+            self._fail_pass(_never_ended())
+        return torch.is_grad_enabled() and self.passes.note_forward()
+
+    def _fail_pass(self, error: BaseException) -> None:
+        self.passes.end(Stage.FAILED, error)
+        with self._keeping_gradients():
+            self.on_backward_raised(error)
+        self._tell_refused()
+
+    def _tell_refused(self) -> None:
+        """Let the others know of passes that came while another one was open here."""
+        while self.passes.refused:
+            with self._keeping_gradients():
+                self.tell_failure(self.passes.refused.pop(), BACKWARD)
+
+    @contextlib.contextmanager
+    def _keeping_gradients(self) -> Iterator[None]:
+        """Leave what the parameters have alone while the failure of a pass is settled: it has its own."""
+        self._keeps_gradients = True
+        try:
+            yield
+        finally:
+            self._keeps_gradients = False
 
     @contextlib.contextmanager
     def _settling_contexts(self) -> Iterator[None]:
@@ -446,10 +488,95 @@ class Reducer:
         try:
             yield
         except BaseException as error:
-            if self._is_remote:
-                self.context, self._is_remote = None, False
-                self.on_backward_raised(error)
+            if self.passes.present is not None:
+                self._fail_pass(error)
             raise
+
+    def _open_pass(
+        self, first: int, came: torch.Tensor | None, *, is_taken: bool
+    ) -> SyncedBackward | LocalBackward:
+        """Start a backward that may be one of distributed autograd, whose threads may all be here at once."""
+        with self.passes.opening:
+            if self._backward is not None and self.passes.has_turn:
+                return self._backward
+            is_pass = True
+            try:
+                found = self.passes.find(self._parameters[first], came, is_taken=is_taken)
+                is_pass = found is not None
+                self._await_turn()
+                self.passes.begin(found)
+                if not self.passes.is_over:
+                    with self._settling_contexts():
+                        return self._open_now()
+            except BaseException as error:
+                if not is_pass:
+                    raise
+                self.passes.refuse(error)
+                if self.wants_sync and not self.passes.is_called:  # nobody here is going to hear of it
+                    with self._keeping_gradients():
+                        self.tell_failure(error, BACKWARD)
+                    self._tell_refused()
+            self.passes.present = None
+            return LocalBackward(self._leaves, set())
+
+    def _arrived_elsewhere(self, index: int) -> None:
+        """Note a gradient of another backward than the open one. Called by the thread that computes it."""
+        if self._parameters[index].device.type != "cpu":  # the open one may need this very thread
+            self.passes.refuse_second()
+            return
+        self._open(index, None).arrived(index)
+
+    def _await_turn(self) -> None:
+        """Wait until no backward of another pass is open."""
+        while self._backward is not None:
+            if self.passes.ended_early():
+                self._fail_pass(_never_ended())
+            self.passes.opening.wait(LOOK_SECONDS)
+
+    def turn_of(self, context: int) -> contextlib.AbstractContextManager[object]:
+        """See PassListener."""
+        return self.passes.turn_of(context)
+
+    def on_pass_begin(self, context: int) -> None:
+        """See PassListener."""
+        self.passes.note_call(context)
+        found = self.passes.get(context)
+        reached = self._parameters if found is not None and found.has_forward else ()
+        self.on_backward_begin(lambda: {id(parameter) for parameter in reached})
+
+    def on_pass_returned(self, context: int) -> None:
+        """See PassListener."""
+        self.passes.check_reduced(context, self._parameters)
+
+    def on_pass_left(self, context: int) -> None:
+        """See PassListener."""
+        self.passes.note_return(context)
+        self.on_backward_left()
+
+    def on_pass_failing(self, context: int, error: BaseException) -> None:
+        """See PassListener: open, as failed, what was going to be opened."""
+        found = self.passes.get(context)
+        if found is None or not found.is_due or found.is_closing:
+            return
+        if self._backward is not None and self.passes.present is not found:
+            self.passes.give_way(found)  # to a backward of another thread
+        elif self.wants_sync:
+            self.open_failure(error, BACKWARD)
+
+    def on_pass_raised(self, context: int, error: BaseException) -> BaseException | None:
+        """See PassListener: settle the matter with the other ranks, unless that has been done."""
+        found = self.passes.get(context)
+        if found is None or found.is_closing:
+            return None
+        if found.is_due:
+            if self.passes.present is found:
+                self._fail_pass(error)
+            else:
+                with self._keeping_gradients():
+                    self.on_backward_raised(error)  # of what was opened as failed
+                self._tell_refused()
+            found.settle(Stage.FAILED)
+        return found.error
 
     # ---- a backward that raised ------------------------------------------------------------------
 
@@ -552,7 +679,8 @@ class Reducer:
 
     def _drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
-        self._local.drop(self.plan.members)
+        if not self._keeps_gradients:
+            self._local.drop(self.plan.members)
         if self._tree is not None:
             self._tree.clear()
         for rider in self._wiring.riders:
@@ -724,13 +852,14 @@ class Reducer:
     def set_riders(self, riders: Sequence[Rider]) -> None:
         """Take other checks along, from the next backward on; every rank has to do so at the same point."""
         self.check_may_change("what is checked")
-        self._wiring = dataclasses.replace(self._wiring, riders=riders)
+        self._wiring = self._with_passes(dataclasses.replace(self._wiring, riders=riders))
 
     def rewire(self, wiring: Wiring, step: int) -> None:
         """Work with other ranks from now on."""
         self.check_may_change("the group")
         bind(wiring.hook, self._named_leaves(), wiring.comm)
-        self._wiring, self.name, self.step, self._peer_lost = wiring, wiring.name, step, None
+        self._wiring, self.name = self._with_passes(wiring), wiring.name
+        self.step, self._peer_lost = step, None
         self.steps.count = 0
         self._broken = ""
         # What the old ranks agreed on, the new ones have not.
@@ -854,6 +983,7 @@ class Reducer:
     def close(self) -> None:
         """Take every hook off again."""
         engine_watch.remove(self)
+        pass_watch.remove(self)
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self._by_node = [], [], {}
@@ -872,6 +1002,10 @@ class _NotingLostPeers:
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         if isinstance(error, PeerLost):
             self._reducer._peer_lost = error
+
+
+def _never_ended() -> RuntimeError:
+    return RuntimeError("a backward of distributed autograd did not end")
 
 
 def _do_nothing(_leaves: Callable[[], set[int]] | None) -> None:

@@ -9,18 +9,28 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paceline.torch_private import agent_is_set, context_number, gradients_in_context
+from paceline.torch_private import agent_is_set, context_is_live, context_is_ours, gradients_in_context
 
 
 class Context:
-    """The context of one pass, as the thread that runs a forward finds it."""
+    """A context of distributed autograd, as this process knows it."""
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self.number = number
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not ended."""
+        return context_is_live(self.number)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has made it; others' come with a call from there."""
+        return context_is_ours(self.number)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of the pass so far: the tensors themselves, so that they can be written."""
-        return gradients_in_context(self._number)
+        return gradients_in_context(self.number)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether the pass has computed a gradient of this parameter."""
@@ -28,7 +38,10 @@ class Context:
 
     @contextlib.contextmanager
     def lent(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let parameters have their gradients inside, and take back what has become of them."""
+        """Let parameters have their gradients inside, and take back what has become of them.
+
+        A gradient that all ranks have dropped becomes zero: a context cannot forget one.
+        """
         theirs = self.gradients()
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -37,11 +50,18 @@ class Context:
             yield
             with torch.no_grad():
                 for parameter in parameters:
-                    if parameter in theirs and parameter.grad is not None:
-                        theirs[parameter].copy_(parameter.grad)
+                    if parameter in theirs:
+                        _write(theirs[parameter], parameter.grad)
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
+
+
+def _write(gradient: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is None:
+        gradient.zero_()
+    elif value is not gradient:
+        gradient.copy_(value)
 
 
 def refuse_context(name: str) -> None:
@@ -49,12 +69,6 @@ def refuse_context(name: str) -> None:
     if agent_is_set():
         raise RuntimeError(
             f"{name} got a gradient, but its .grad is empty: the gradient is in a context of distributed "
-            "autograd, which is reduced only if the forward went through DistributedDataParallel. Wrap the "
-            "module in that, and call the wrapper"
+            "autograd that this process has not heard of. Call the replicated module itself inside the "
+            "context, or call torch.distributed.autograd.backward() in this process"
         )
-
-
-def current_context() -> Context | None:
-    """Return the context that this thread computes in, if it computes in one."""
-    number = context_number()
-    return None if number is None else Context(number)

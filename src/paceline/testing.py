@@ -53,7 +53,7 @@ STACK_SECONDS = 2.0  # what a stuck rank gets to write its stack
 
 # The optimizers import torch._dynamo at their first use: a second per rank, unless the fork server did it.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "paceline", "pytest", "_pytest.assertion.rewrite"]
-PRELOAD_IF_USED = ["numpy", "hypothesis", "torch.distributed.tensor"]
+PRELOAD_IF_USED = ["numpy", "hypothesis", "torch.distributed.tensor", "torch.distributed.optim"]
 
 Test = Callable[..., None]
 Warnings = Literal["error", "default", "ignore"]

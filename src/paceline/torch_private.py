@@ -14,7 +14,9 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
     torch.utils.data.dataloader._BaseDataLoaderIter, its __next__
     torch._dynamo.compiled_autograd, its compiled_autograd_enabled and _disable
-    torch.distributed.autograd._current_context, rpc._is_current_rpc_agent_set
+    torch.distributed.autograd._current_context, _is_valid_context, backward as it is found in that module;
+    rpc._is_current_rpc_agent_set; the number of a context has its maker's worker id above bit 48
+    torch.distributed.optim.optimizer._LocalOptimizer, _ScriptLocalOptimizer   what steps on the owner's side
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
     DTensor(local, spec, requires_grad), its _local_tensor and _spec; AsyncCollectiveTensor
     torch.distributed.tensor.parallel.ddp, its _reconstruct_dtensor, _localize_dtensor and Parameter._st_info
@@ -24,9 +26,10 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
 import logging
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -43,6 +46,8 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 _DOOR = "_engine_run_backward"
 _CLIP = "_clip_grads_with_norm_"
+_PASS = "backward"  # of torch.distributed.autograd
+_WORKER_SHIFT = 48  # a context's number has its maker's worker id above this bit
 
 
 def accumulator_of(parameter: torch.Tensor) -> Node:
@@ -201,6 +206,28 @@ def context_number() -> int | None:
         return None
 
 
+def context_is_live(number: int) -> bool:
+    """Tell whether this process knows a distributed autograd context that has not ended."""
+    if not agent_is_set():
+        return False
+    import torch.distributed as dist
+
+    autograd: Any = dist.autograd
+    try:
+        autograd._is_valid_context(number)
+    except RuntimeError:
+        return False
+    return True
+
+
+def context_is_ours(number: int) -> bool:
+    """Tell whether a distributed autograd context was made by this process."""
+    import torch.distributed as dist
+
+    rpc: Any = dist.rpc
+    return int(rpc.get_worker_info().id) == number >> _WORKER_SHIFT
+
+
 def gradients_in_context(number: int) -> dict[torch.Tensor, torch.Tensor]:
     """Return the gradients of a distributed autograd context: the tensors themselves."""
     import torch.distributed as dist
@@ -221,6 +248,79 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
         clip(parameters, *args, **kwargs)
 
     setattr(clipping, _CLIP, check_and_clip)
+
+
+class StepChecker(Protocol):
+    """Who looks before an optimizer steps on the gradients of a context, in the process that owns them."""
+
+    def before_remote_step(self, context: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise if the optimizer of these parameters must not step."""
+
+    def during_remote_step(self) -> AbstractContextManager[None]:
+        """Surround a step of an ordinary optimizer on such gradients."""
+
+    def meant(self, error: BaseException) -> BaseException:
+        """Return what was raised by before_remote_step(), wherever that ran; or the error itself."""
+
+
+_step_checkers: list[StepChecker] = []  # at most one: the guard's
+
+
+@torch.jit.ignore  # type: ignore[untyped-decorator]
+def _check_scripted_step(context: int, parameters: list[torch.Tensor]) -> None:
+    for checker in _step_checkers:
+        checker.before_remote_step(context, parameters)
+
+
+class _CheckedScript(torch.nn.Module):
+    """A scripted optimizer that asks before it steps. Called in the place of torch's own."""
+
+    make: Callable[..., Any]
+    compile_lock: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner = type(self).make(*args, **kwargs)
+
+    @torch.jit.export
+    def step(self, autograd_ctx_id: int) -> None:
+        _check_scripted_step(autograd_ctx_id, self.inner._local_params)
+        self.inner.step(autograd_ctx_id)
+
+
+def check_remote_steps(checker: StepChecker) -> None:
+    """Have a checker asked before every step of a DistributedOptimizer, for as long as the process lives.
+
+    That imports the optimizers, and takes seconds: to be called when RPC is in use.
+    """
+    if _step_checkers:
+        return
+    _step_checkers.append(checker)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, that torch itself uses
+        from torch.distributed.optim import optimizer
+
+    theirs: Any = optimizer
+    step, step_all = theirs._LocalOptimizer.step, theirs.DistributedOptimizer.step
+
+    def check_and_step(local: Any, context: int) -> None:
+        checker.before_remote_step(context, local._local_params)
+        with checker.during_remote_step():
+            step(local, context)
+
+    def step_and_tell(remote: Any, context: int) -> None:
+        try:
+            step_all(remote, context)
+        except Exception as error:
+            raise checker.meant(error) from None
+
+    theirs._LocalOptimizer.step = check_and_step
+    theirs.DistributedOptimizer.step = step_and_tell
+    _CheckedScript.make, _CheckedScript.compile_lock = (
+        theirs._ScriptLocalOptimizer,
+        theirs._ScriptLocalOptimizer.compile_lock,
+    )
+    theirs._ScriptLocalOptimizer = _CheckedScript
 
 
 def unnoticed_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
@@ -265,6 +365,23 @@ def store_of(group: Any) -> Any:
         except (AttributeError, KeyError, RuntimeError):
             continue
     return None
+
+
+def current_task() -> int:
+    """Return the number of the backward that this thread works for; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def raise_at_end(error: BaseException) -> None:
+    """Have the backward that this thread works for end with an exception.
+
+    What a hook raises in distributed autograd loses its text.
+    """
+
+    def fail() -> None:
+        raise error
+
+    Variable._execution_engine.queue_callback(fail)
 
 
 class BackwardListener(Protocol):
@@ -363,12 +480,12 @@ class _EngineWatch(Sentry[Any]):
         Several replicas may be reached by one backward, in different orders on different ranks. They are
         closed together, in the order of their names.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_task()
         waiting = self._ending.setdefault(task, [])
         waiting.append(listener)
-        if len(waiting) == 1:
+        if waiting[0] is listener:  # several threads may be here at once, in distributed autograd
             Variable._execution_engine.queue_callback(partial(self._end, task))
-        return waiting[:-1]
+        return [other for other in waiting if other is not listener]
 
     def _end(self, task: int) -> None:
         listeners = sorted(self._ending.pop(task), key=_name_of)
@@ -460,6 +577,99 @@ def _name_of(listener: BackwardListener) -> bytes:
 
 
 engine_watch = _EngineWatch()
+
+
+class PassListener(Protocol):
+    """Who wants to know of the passes of distributed autograd whose backward is called in this process."""
+
+    name: bytes
+
+    def turn_of(self, context: int) -> AbstractContextManager[Any]:
+        """Wait inside until no other pass through the same parameters runs a backward."""
+
+    def on_pass_begin(self, context: int) -> None:
+        """Hear that the backward of a pass starts."""
+
+    def on_pass_returned(self, context: int) -> None:
+        """Look at what it has left, and raise if that is wrong."""
+
+    def on_pass_failing(self, context: int, error: BaseException) -> None:
+        """Hear that it raised. Wait for nobody."""
+
+    def on_pass_raised(self, context: int, error: BaseException) -> BaseException | None:
+        """Settle with the other ranks that it raised; return what has been raised here in its course."""
+
+    def on_pass_left(self, context: int) -> None:
+        """Hear that it has ended, in whatever way."""
+
+
+class _PassWatch(Sentry[Any]):
+    """Stands at ``torch.distributed.autograd.backward`` while somebody listens.
+
+    Its engine says neither which pass a gradient is of, nor that a pass has failed, and it makes a plain
+    RuntimeError of every exception. All three are known here, in the process that calls it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._present = threading.local()
+        self._entry: Callable[..., Any] | None = None
+
+    def add(self, listener: PassListener) -> None:
+        self._items.add(listener)
+        self._stand()
+
+    def remove(self, listener: PassListener) -> None:
+        self._items.discard(listener)
+        self._leave_if_idle()
+
+    @property
+    def context(self) -> int | None:
+        """The context whose backward this thread has called, and is in."""
+        return getattr(self._present, "context", None)
+
+    def _stand(self) -> None:
+        import torch.distributed as dist
+
+        if self._entry is None and dist.is_available() and dist.autograd.is_available():
+            self._entry = getattr(dist.autograd, _PASS)
+            setattr(dist.autograd, _PASS, self._run)
+
+    def _leave(self) -> None:
+        import torch.distributed as dist
+
+        if self._entry is not None and getattr(dist.autograd, _PASS) == self._run:
+            setattr(dist.autograd, _PASS, self._entry)
+            self._entry = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run(self, context_id: int, *args: Any, **kwargs: Any) -> None:
+        assert self._entry is not None
+        listeners = sorted(self._items.here(), key=_name_of)
+        with ExitStack() as turns:
+            for listener in listeners:  # in one order on every thread
+                turns.enter_context(listener.turn_of(context_id))
+            before, self._present.context = self.context, context_id
+            try:
+                for listener in listeners:
+                    listener.on_pass_begin(context_id)
+                self._entry(context_id, *args, **kwargs)
+                for listener in listeners:
+                    listener.on_pass_returned(context_id)
+            except BaseException as error:
+                for listener in listeners:
+                    listener.on_pass_failing(context_id, error)
+                for known in [listener.on_pass_raised(context_id, error) for listener in listeners]:
+                    if known is not None and known is not error:
+                        raise known from None
+                raise
+            finally:
+                self._present.context = before
+                for listener in listeners:
+                    listener.on_pass_left(context_id)
+
+
+pass_watch = _PassWatch()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ class Starter:
     def command(self, launcher: str, script: str, *args: object) -> list[str]:
         starts: dict[str, Sequence[object]] = {
             "paceline run": (PACELINE, "run", "-n", 2),
-            "paceline run 4": (PACELINE, "run", "-n", 4),
+            "paceline run -n 4": (PACELINE, "run", "-n", 4),
+            "paceline run -n 3": (PACELINE, "run", "-n", 3),
             "torchrun": (TORCHRUN, "--standalone", "--nproc-per-node", 2),
             "python": (sys.executable,),
         }

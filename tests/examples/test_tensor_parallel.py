@@ -4,7 +4,9 @@ from tests.examples.conftest import Starter
 
 
 def test_a_gpt_on_a_mesh_of_2_x_2_ranks_trains_as_in_one_process(start: Starter) -> None:
-    printed = start.run("paceline run 4", "tensor_parallel.py", "--steps", 25, "--width", 32, "--context", 16)
+    printed = start.run(
+        "paceline run -n 4", "tensor_parallel.py", "--steps", 25, "--width", 32, "--context", 16
+    )
 
     assert re.search(r"mesh +2 \(data\) x 2 \(tensor\) ranks", printed), printed
     first, last = map(float, re.findall(r"first to last +([\d.]+) to ([\d.]+)", printed)[0])
