@@ -33,6 +33,7 @@ from paceline.frames import Kind
 from paceline.hooks import Hook, StatefulHook, name_of, way_of
 from paceline.local import LocalGradients
 from paceline.pass_backward import LocalPass, SyncedPass
+from paceline.pass_gate import PassGate
 from paceline.passes import Passes, Stage
 from paceline.plan import Caps, Plan, Wishes
 from paceline.planner import Planner
@@ -51,7 +52,6 @@ from paceline.wiring import Consumer, Joining, Wiring
 Named = tuple[str, torch.nn.Parameter]
 Look = Callable[[Callable[[], set[int]] | None], None]  # only if these leaves are the module's
 LOOP = "in its loop"
-LOOK_SECONDS = 0.02  # how often a pass of distributed autograd looks whether its turn has come
 
 
 class Reducer:
@@ -63,7 +63,7 @@ class Reducer:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._leaves = [leaf_of(parameter) for parameter in self._parameters]  # as they are reduced
-        self.passes = Passes()  # of distributed autograd
+        self.gate = PassGate(self, wiring.name)  # of distributed autograd
         self._wiring = self._with_passes(wiring)
         self.name = wiring.name
         self.step = 0  # reduced backwards that were started, failed ones included
@@ -86,14 +86,13 @@ class Reducer:
         self._noting = _NotingLostPeers(self)
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._closed = False  # the present backward has been closed here
-        self._keeps_gradients = False  # what fails is a pass of distributed autograd
         self.recorder = Recorder(clocks_for(self._parameters))
         self._planner = Planner(self._named_leaves(), caps, wishes or Wishes(), wiring.hook, self.recorder)
         self._caps = caps
         self.watch = 0  # counts how often other parameters were watched
         self._watch()
         engine_watch.add(self)
-        pass_watch.add(self)
+        pass_watch.add(self.gate)
 
     # ---- the parameters --------------------------------------------------------------------------
 
@@ -219,9 +218,10 @@ class Reducer:
         self, first: int, came: torch.Tensor | None, *, is_taken: bool = False
     ) -> SyncedBackward | LocalBackward:
         """Start a backward, with its first gradient: autograd has written it, or it is to be taken."""
-        return self._open_pass(first, came, is_taken=is_taken) if agent_is_set() else self._open_now()
+        return self.gate.open(first, came, is_taken=is_taken) if agent_is_set() else self.open_now()
 
-    def _open_now(self) -> SyncedBackward | LocalBackward:
+    def open_now(self) -> SyncedBackward | LocalBackward:
+        """Start a backward with its first gradient, of whatever pass it is."""
         backward: SyncedBackward | LocalBackward
         self._local.note_backward(is_reduced=self.wants_sync)
         for rider in self._wiring.riders:
@@ -245,7 +245,7 @@ class Reducer:
                 "weight() inside no_sync() or accumulate() in a context of distributed autograd: what its "
                 "gradients stand for would be lost. Leave one of them out, or weigh the loss yourself"
             )
-        return LocalPass(self.passes, self._arrived_elsewhere, self._leaves)
+        return LocalPass(self.passes, self.gate.arrived_elsewhere, self._leaves)
 
     def _start_synced(
         self,
@@ -271,7 +271,9 @@ class Reducer:
         # While a failure is told, a pass may come on another thread: it is told to wait for its turn.
         is_pass = self.passes.present is not None or bool(failure and agent_is_set())
         make = (
-            functools.partial(SyncedPass, self.passes, self._arrived_elsewhere) if is_pass else SyncedBackward
+            functools.partial(SyncedPass, self.passes, self.gate.arrived_elsewhere)
+            if is_pass
+            else SyncedBackward
         )
         backward = self._backward = make(*parts)
         with self._noting:
@@ -343,7 +345,7 @@ class Reducer:
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
         if isinstance(self._backward, SyncedBackward):
-            with self._settling_contexts(), self.passes.lent(self._parameters):
+            with self.gate.settling(), self.passes.lent(self._parameters):
                 self._finish(self._backward)
             self.passes.end(Stage.AGREED)
         elif self._backward is not None:
@@ -354,7 +356,7 @@ class Reducer:
         while self._awaited:
             self._awaited.pop(0).wait()
         self._micro_batches = max(0, self._micro_batches - 1)
-        self._tell_refused()
+        self.gate.tell_refused()
 
     def _finish(self, backward: SyncedBackward) -> None:
         with self._noting:
@@ -454,129 +456,15 @@ class Reducer:
         others = [rider for rider in wiring.riders if not isinstance(rider, Passes)]
         return wiring if wiring.comm.size == 1 else dataclasses.replace(wiring, riders=[*others, self.passes])
 
-    def note_forward(self) -> bool:
-        """Hear that a forward begins; tell whether it is part of a pass of distributed autograd."""
-        if self._backward is not None and self.passes.ended_early():
-            # The engine of distributed autograd does not say that a pass has failed elsewhere.
-            self._fail_pass(_never_ended())
-        return torch.is_grad_enabled() and self.passes.note_forward()
+    @property
+    def passes(self) -> Passes:
+        """The passes of distributed autograd that this replica takes part in."""
+        return self.gate.passes
 
-    def _fail_pass(self, error: BaseException) -> None:
-        self.passes.end(Stage.FAILED, error)
-        with self._keeping_gradients():
-            self.on_backward_raised(error)
-        self._tell_refused()
-
-    def _tell_refused(self) -> None:
-        """Let the others know of passes that came while another one was open here."""
-        while self.passes.refused:
-            with self._keeping_gradients():
-                self.tell_failure(self.passes.refused.pop(), BACKWARD)
-
-    @contextlib.contextmanager
-    def _keeping_gradients(self) -> Iterator[None]:
-        """Leave what the parameters have alone while the failure of a pass is settled: it has its own."""
-        self._keeps_gradients = True
-        try:
-            yield
-        finally:
-            self._keeps_gradients = False
-
-    @contextlib.contextmanager
-    def _settling_contexts(self) -> Iterator[None]:
-        """Settle a failure at once if no door of the engine is going to tell us of it."""
-        try:
-            yield
-        except BaseException as error:
-            if self.passes.present is not None:
-                self._fail_pass(error)
-            raise
-
-    def _open_pass(
-        self, first: int, came: torch.Tensor | None, *, is_taken: bool
-    ) -> SyncedBackward | LocalBackward:
-        """Start a backward that may be one of distributed autograd, whose threads may all be here at once."""
-        with self.passes.opening:
-            if self._backward is not None and self.passes.has_turn:
-                return self._backward
-            is_pass = True
-            try:
-                found = self.passes.find(self._parameters[first], came, is_taken=is_taken)
-                is_pass = found is not None
-                self._await_turn()
-                self.passes.begin(found)
-                if not self.passes.is_over:
-                    with self._settling_contexts():
-                        return self._open_now()
-            except BaseException as error:
-                if not is_pass:
-                    raise
-                self.passes.refuse(error)
-                if self.wants_sync and not self.passes.is_called:  # nobody here is going to hear of it
-                    with self._keeping_gradients():
-                        self.tell_failure(error, BACKWARD)
-                    self._tell_refused()
-            self.passes.present = None
-            return LocalBackward(self._leaves, set())
-
-    def _arrived_elsewhere(self, index: int) -> None:
-        """Note a gradient of another backward than the open one. Called by the thread that computes it."""
-        if self._parameters[index].device.type != "cpu":  # the open one may need this very thread
-            self.passes.refuse_second()
-            return
-        self._open(index, None).arrived(index)
-
-    def _await_turn(self) -> None:
-        """Wait until no backward of another pass is open."""
-        while self._backward is not None:
-            if self.passes.ended_early():
-                self._fail_pass(_never_ended())
-            self.passes.opening.wait(LOOK_SECONDS)
-
-    def turn_of(self, context: int) -> contextlib.AbstractContextManager[object]:
-        """See PassListener."""
-        return self.passes.turn_of(context)
-
-    def on_pass_begin(self, context: int) -> None:
-        """See PassListener."""
-        self.passes.note_call(context)
-        found = self.passes.get(context)
-        reached = self._parameters if found is not None and found.has_forward else ()
-        self.on_backward_begin(lambda: {id(parameter) for parameter in reached})
-
-    def on_pass_returned(self, context: int) -> None:
-        """See PassListener."""
-        self.passes.check_reduced(context, self._parameters)
-
-    def on_pass_left(self, context: int) -> None:
-        """See PassListener."""
-        self.passes.note_return(context)
-        self.on_backward_left()
-
-    def on_pass_failing(self, context: int, error: BaseException) -> None:
-        """See PassListener: open, as failed, what was going to be opened."""
-        found = self.passes.get(context)
-        if found is None or not found.is_due or found.is_closing:
-            return
-        if self._backward is not None and self.passes.present is not found:
-            self.passes.give_way(found)  # to a backward of another thread
-        elif self.wants_sync:
-            self.open_failure(error, BACKWARD)
-
-    def on_pass_raised(self, context: int, error: BaseException) -> BaseException | None:
-        """See PassListener: settle the matter with the other ranks, unless that has been done."""
-        found = self.passes.get(context)
-        if found is None or found.is_closing:
-            return None
-        if found.is_due:
-            if self.passes.present is found:
-                self._fail_pass(error)
-            else:
-                with self._keeping_gradients():
-                    self.on_backward_raised(error)  # of what was opened as failed
-                self._tell_refused()
-            found.settle(Stage.FAILED)
-        return found.error
+    @property
+    def open_backward(self) -> SyncedBackward | LocalBackward | None:
+        """The backward that is running, if one is."""
+        return self._backward
 
     # ---- a backward that raised ------------------------------------------------------------------
 
@@ -679,7 +567,7 @@ class Reducer:
 
     def _drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
-        if not self._keeps_gradients:
+        if not self.gate.keeps_gradients:
             self._local.drop(self.plan.members)
         if self._tree is not None:
             self._tree.clear()
@@ -858,7 +746,7 @@ class Reducer:
         """Work with other ranks from now on."""
         self.check_may_change("the group")
         bind(wiring.hook, self._named_leaves(), wiring.comm)
-        self._wiring, self.name = self._with_passes(wiring), wiring.name
+        self._wiring, self.name, self.gate.name = self._with_passes(wiring), wiring.name, wiring.name
         self.step, self._peer_lost = step, None
         self.steps.count = 0
         self._broken = ""
@@ -983,7 +871,7 @@ class Reducer:
     def close(self) -> None:
         """Take every hook off again."""
         engine_watch.remove(self)
-        pass_watch.remove(self)
+        pass_watch.remove(self.gate)
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self._by_node = [], [], {}
@@ -1002,10 +890,6 @@ class _NotingLostPeers:
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         if isinstance(error, PeerLost):
             self._reducer._peer_lost = error
-
-
-def _never_ended() -> RuntimeError:
-    return RuntimeError("a backward of distributed autograd did not end")
 
 
 def _do_nothing(_leaves: Callable[[], set[int]] | None) -> None:

@@ -504,7 +504,7 @@ class Replica:
     def _on_forward_begin(self) -> None:
         """Notice changes of the module. Called by a hook of the module."""
         self._forward_began_at = self.step
-        if self.reducer is not None and self.reducer.note_forward() and self.settings.guard:
+        if self.reducer is not None and self.reducer.gate.note_forward() and self.settings.guard:
             the_guard.watch_remote_steps()  # if RPC was not there yet when the module was replicated
         if module_watch.changes != self._changes and self._trains_here():
             self._look_again()
