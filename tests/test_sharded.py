@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import time
 from typing import Any
 
 import pytest
@@ -440,8 +441,8 @@ def test_an_audit_compares_parts_with_the_same_parts() -> None:
         optimizer.zero_grad()
     if dist.get_rank() == 2:
         local(model.up.weight.data)[0, 0] += 1
-    odd = pytest.raises(paceline.RanksDisagree, match="up.weight")
-    with odd if mesh["tp"].get_local_rank() == 0 else contextlib.nullcontext():
+    expected = paceline.RanksDisagree if mesh["tp"].get_local_rank() == 0 else paceline.PeerFailed
+    with pytest.raises(expected, match=r"up.weight is not the same on ranks 0, 1"):
         sharded_step(model, 2, mesh["dp"].get_local_rank())
 
 
@@ -586,13 +587,12 @@ def test_ranks_that_choose_different_dimensions_are_told_so_within_seconds(rank:
     mesh = mesh_of()
     chosen = "dp" if rank < 2 else "tp"
 
-    if rank < 2:  # those of the other choice are complete, and find nothing wrong with plain parameters
-        with pytest.raises(
-            paceline.RanksDisagree,
-            match=rf"this one over dp \(ranks {rank}, {rank + 2}\), rank {rank + 2} over tp \(ranks 2, 3\)",
-        ):
-            paceline.replicate(nn.Linear(2, 2), mesh=mesh[chosen])
-    else:
+    told = pytest.raises(
+        paceline.RanksDisagree,
+        match=rf"this one over dp \(ranks {rank}, {rank + 2}\), rank {rank + 2} over tp \(ranks 2, 3\)",
+    )
+    # Those of the other choice are complete, and find nothing wrong with plain parameters.
+    with told if rank < 2 else contextlib.nullcontext():
         paceline.replicate(nn.Linear(2, 2), mesh=mesh[chosen])
 
 
@@ -602,3 +602,118 @@ def test_what_is_no_mesh_and_a_name_that_the_mesh_does_not_have() -> None:
         paceline.replicate(nn.Linear(2, 2), mesh="dp")
     with pytest.raises((KeyError, ValueError, RuntimeError), match="data"):
         mesh_of(2, 1)["data"]
+
+
+# ---- a step counts on all parts, or on none ---------------------------------------------------------
+
+
+@ranks(4)
+@pytest.mark.parametrize("checks", [False, "skip"])
+def test_a_failure_on_one_rank_drops_the_step_on_the_ranks_with_the_other_parts_too(
+    rank: int, checks: Any
+) -> None:
+    mesh = mesh_of()
+    model, whole = mlp(mesh["tp"])
+    paceline.replicate(model, mesh=mesh["dp"], check_finite=checks)
+    optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, whole))
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError("boom")
+
+    # After the last collective of the tensor-parallel ranks in this backward: nobody of them waits in one.
+    handle = model.up.weight.register_hook(fail) if rank == 0 else None
+    expected = ValueError if rank == 0 else paceline.PeerFailed
+    with pytest.raises(expected, match="boom"):
+        sharded_step(model, 0, mesh["dp"].get_local_rank())
+    assert all(p.grad is None for p in model.parameters())
+    if handle is not None:
+        handle.remove()
+
+    for step in range(1, 3):
+        sharded_step(model, step, mesh["dp"].get_local_rank())
+        whole_step(whole, step)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(full(p), q, atol=1e-6, rtol=1e-5)
+
+
+@ranks(4)
+def test_ranks_with_parts_of_one_model_have_to_give_the_same_weight(rank: int) -> None:
+    mesh = mesh_of()
+    model, _ = mlp(mesh["tp"])
+    paceline.replicate(model, mesh=mesh["dp"])
+
+    with pytest.raises(
+        paceline.RanksDisagree, match="1 and 1 among .* 1 and 6 among those with the parts of"
+    ):
+        with paceline.weight(model, 6 if rank == 3 else 1):
+            sharded_step(model, 0, mesh["dp"].get_local_rank())
+
+
+@ranks(4)
+def test_a_copy_of_a_parameter_that_is_not_finite_stops_everybody(rank: int) -> None:
+    mesh = mesh_of()
+    model = nn.Linear(WIDTH, WIDTH)
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(parameter.data, mesh["tp"], [Replicate()])))
+    paceline.replicate(model, mesh=mesh["dp"], check_finite="skip")
+    if rank == 0:
+        model.bias.register_hook(lambda g: g * math.nan)
+
+    batch = distribute_tensor(batch_of(0, mesh["dp"].get_local_rank()), mesh["tp"], [Replicate()])
+    model(batch).square().mean().backward()
+
+    assert model.bias.grad is None
+
+
+@ranks(4)
+def test_sharded_layers_that_come_later_are_checked_and_counted_in(rank: int) -> None:
+    mesh = mesh_of()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    paceline.replicate(model, mesh=mesh["dp"], check_finite="skip")
+    (model(batch_of(0)).square().mean()).backward()
+    model.zero_grad()
+    late = parallelize_module(
+        nn.Linear(WIDTH, WIDTH), mesh["tp"], ColwiseParallel(output_layouts=Replicate())
+    )
+    model.append(late)
+    if rank == 1:
+        late.weight.register_hook(lambda g: g * math.nan)
+
+    model(batch_of(1, mesh["dp"].get_local_rank())).square().mean().backward()
+    assert model[0].weight.grad is None
+    odd = nn.Linear(WIDTH, WIDTH)
+    odd.weight = nn.Parameter(distribute_tensor(odd.weight.data, mesh["dp"], [Shard(0)]))
+    model.append(odd)
+    with pytest.raises(ValueError, match=r"would be averaged over.*2.weight \(Shard\(0\) over dp\)"):
+        model(batch_of(2))
+
+
+@ranks(4)
+def test_a_gradient_that_somebody_has_put_there_with_other_placements_is_refused() -> None:
+    mesh = mesh_of()
+    model, _ = mlp(mesh["tp"])
+    paceline.replicate(model, mesh=mesh["dp"])
+    with paceline.no_sync(model):
+        sharded_step(model, 0, mesh["dp"].get_local_rank())
+    model.down.bias.grad = DTensor.from_local(torch.ones(WIDTH), mesh["tp"], [Partial()])
+
+    with pytest.raises(
+        paceline.UnsyncedGradients, match=r"down.bias is Partial\(sum\) over tp, but the param"
+    ):
+        model.head(batch_of(0)).sum().backward()
+
+
+@ranks(4)
+def test_different_choices_in_different_lines_are_no_disagreement(rank: int) -> None:
+    mesh = mesh_of()
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    if rank == 2:
+        time.sleep(3)
+    if mesh["tp"].get_local_rank() == 0:
+        paceline.replicate(one, mesh=mesh["dp"])
+    paceline.replicate(other, mesh=mesh["tp"])
+
+    assert paceline.replica(other).size == 2

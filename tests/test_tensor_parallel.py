@@ -195,3 +195,31 @@ def test_twice_or_while_it_is_replicated_or_with_mixed_precision() -> None:
         localize(model)
     with pytest.raises(ValueError, match="up, down cannot|of up, down: they are localized"):
         paceline.replicate(model, mesh=mesh["dp"], precision=paceline.Precision(torch.bfloat16))
+
+
+@ranks(4)
+def test_norms_and_checks_are_those_of_the_whole_for_localized_parameters_too(rank: int) -> None:
+    mesh = mesh_of()
+    model, whole = mlp(mesh["tp"])
+    localize(model)
+    handle = paceline.replica(paceline.replicate(model, mesh=mesh["dp"], check_finite="skip"))
+    model(batch_of(0, mesh["dp"].get_local_rank())).square().mean().backward()
+    whole(batch_of(0)).square().mean().backward()
+
+    torch.testing.assert_close(
+        handle.grad_norm(), nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    )
+    model.zero_grad()
+    if rank == 2:
+        model.up.weight.register_hook(lambda g: g * torch.nan)
+    model(batch_of(1, mesh["dp"].get_local_rank())).square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@ranks(2)
+def test_a_part_of_a_localized_module_cannot_be_restored_alone() -> None:
+    model, _ = mlp(mesh_of(1, 2)["tp"])
+    localize(model)
+
+    with pytest.raises(ValueError, match="this Linear is a part of a module that is localized"):
+        delocalize(model.up)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.accumulation import accumulate
+from paceline.across import Verdict
 from paceline.buffers import Turn
 from paceline.comm import Comm, Pending
-from paceline.errors import PacelineError, RanksDisagree
+from paceline.errors import PacelineError, PeerLost, RanksDisagree
 from paceline.frames import Closing, Kind, Opening
 from paceline.hooks import GradBucket, InOrder, StatefulHook, is_sure, way_of
 from paceline.landing import Flight, hook_failed, land, land_in_rounds
@@ -140,6 +141,9 @@ class SyncedBackward:
         )
         self.is_out_of_step = False  # the ranks' collectives do not match any more
         self.is_dropped = False  # all ranks have agreed to go on without these gradients
+        self._round = record.step  # by which ranks with other parts know this backward
+        self._counts_across = True
+        self._is_told_across = False
 
     @property
     def step(self) -> int:
@@ -172,6 +176,7 @@ class SyncedBackward:
         self._in_graph, self._set_back = in_graph, set_back
         self._adds_nothing = kind in NOTHING
         self._weight = 1.0 if ledger.total is None else ledger.total
+        self._counts_across = kind is not Kind.LEFT
         self._hold = in_graph or hold or set_back is not None
         step, wiring = self.step, self._wiring
         told = [rider.opens(step) for rider in wiring.riders] if not failure else ()
@@ -486,6 +491,7 @@ class SyncedBackward:
         with torch.no_grad():
             self._receive(tally, turn)
             self._refuse(tally)
+            self._agree_across()
             rows = self._gather_rows(shares, tally)
         self.record.has_landed()
         # To a rank that has joined as well: what steps there, as ZeroRedundancyOptimizer does, must not step
@@ -541,6 +547,26 @@ class SyncedBackward:
         except Exception:
             self._phase = Phase.DONE
             raise
+
+    def _agree_across(self) -> None:
+        """Go on only if the step has succeeded on the ranks that hold other parts, too."""
+        across = self._wiring.across
+        if across is None:
+            return
+        self._is_told_across = True
+        mine = Verdict(is_dropped=self.is_dropped, weights=list(self._meeting.weights))
+        try:
+            self.is_dropped = across.agree(self._round, mine, self._wiring.comm.seconds, self._meeting)
+        except Exception:
+            self._phase = Phase.DONE
+            raise
+
+    def tell_across(self, error: BaseException) -> None:
+        """Let the ranks that hold other parts know of a failure, unless they do. Waits for nobody."""
+        if self._wiring.across is not None and not self._is_told_across and self._counts_across:
+            self._is_told_across = True
+            with contextlib.suppress(PeerLost):
+                self._wiring.across.tell(self._round, error)
 
     def _drop(self) -> None:
         """Leave no gradient, on any rank."""

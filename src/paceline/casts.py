@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.sharded import local_parts
+from paceline.torch_private import is_dtensor
 
 Wanted = tuple[torch.Tensor, torch.dtype]  # a parameter, and what it is to be cast to
 _Key = tuple[int, torch.dtype]
@@ -201,9 +202,10 @@ class _Tie(torch.autograd.Function):
 def _cast_all(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
     """Cast tensors with one operator, unless they are sparse or a graph is to be made of it."""
     dense = [t for t in tensors if t is not None and t.layout is torch.strided]
-    if torch.is_grad_enabled() or len(dense) < 2:
+    # A DTensor's gradient may be partial, and only its own cast says so again.
+    if torch.is_grad_enabled() or len(dense) < 2 or any(map(is_dtensor, dense)):
         return [None if t is None else t.to(dtype) for t in tensors]
     cast = [torch.empty_like(t, dtype=dtype) for t in dense]
-    torch._foreach_copy_(local_parts(cast), local_parts(dense))
+    torch._foreach_copy_(cast, dense)
     done = iter(cast)
     return [None if t is None else next(done) if t.layout is torch.strided else t.to(dtype) for t in tensors]

@@ -8,8 +8,8 @@ A sum of finite numbers may be too large for its dtype, so what is suspicious is
 On a GPU the bucket has been reduced by then: what is not finite in it now, in a bucket that was suspicious
 here, is this rank's.
 
-Of sharded parameters each rank has a part, and other parts are reduced among other ranks. These are asked as
-well, so that no part of a parameter is stepped without the others.
+Of sharded parameters each rank has a part. What is found in one part is told to the ranks with the others by
+the step's verdict, see paceline.across.
 """
 
 import json
@@ -23,7 +23,6 @@ import torch
 from paceline.errors import NotFinite, name_ranks
 from paceline.hooks import GradBucket
 from paceline.riders import Rider
-from paceline.sharded import Spread
 
 ROW_NUMEL = 1024
 
@@ -56,11 +55,10 @@ def refuse_beside_optimizer(mode: Mode | None) -> None:
 class FiniteCheck(Rider):
     """Lets all ranks raise, or skip, the step in which one of them has a gradient that is not finite."""
 
-    def __init__(self, mode: Mode, tell: Tell, spreads: Sequence[Spread] = ()) -> None:
+    def __init__(self, mode: Mode, tell: Tell) -> None:
         self.label = f'check_finite="{mode}"'
         self._mode = mode
         self._tell = tell
-        self._spreads = spreads  # over which ranks there are other parts of the parameters
         self._odd: Odd = {}
         self._sums: list[tuple[torch.Tensor, Sequence[str], Gradients]] = []  # on devices, not looked at yet
         self._suspects: list[tuple[Sequence[str], Gradients]] = []
@@ -87,12 +85,7 @@ class FiniteCheck(Rider):
         found = zip(self._sums, fine, strict=True)
         self._suspects = [(names, gradients) for (_, names, gradients), is_fine in found if not is_fine]
         self._sums = []
-        return b"!" if self._is_anywhere(bool(self._odd or self._suspects)) else b""
-
-    def _is_anywhere(self, flag: bool) -> bool:
-        for spread in self._spreads:
-            flag = spread.is_anywhere(flag)
-        return flag
+        return b"!" if self._odd or self._suspects else b""
 
     def closed(self, step: int, told: Sequence[bytes]) -> bool:
         if not any(told):
@@ -103,7 +96,7 @@ class FiniteCheck(Rider):
         frames = self._tell(json.dumps(self._odd).encode())
         found = {rank: odd for rank, frame in enumerate(frames) if (odd := json.loads(frame))}
         self.dropped()
-        if not self._is_anywhere(bool(found)):
+        if not found:
             return False  # a sum was too large, and nothing else
         if self._mode == "raise":
             raise not_finite(step, found)
@@ -122,8 +115,6 @@ class FiniteCheck(Rider):
 
 def words_for(found: Mapping[int, Odd]) -> str:
     """Say what was found: the first parameter of the first rank, and how many more there are."""
-    if not found:
-        return "a part of a gradient on other ranks of the mesh holds NaN or Inf"
     rank, odd = min(found.items(), key=lambda item: item[0])
     name, kind = next(iter(odd.items()))
     more = []
@@ -138,13 +129,13 @@ def words_for(found: Mapping[int, Odd]) -> str:
 
 def not_finite(step: int, found: Mapping[int, Odd]) -> NotFinite:
     """Say that a step cannot be used, on every rank alike."""
-    rank = min(found, default=-1)
+    rank = min(found)
     return NotFinite(
         f"step {step}: {words_for(found)}. The gradients were dropped on every rank, and no weight has "
         "moved. Look at that rank's batch and loss (torch.autograd.set_detect_anomaly(True) names the "
         'operation), or catch this on every rank and go on; check_finite="skip" does so by itself.',
         rank,
-        next(iter(found.get(rank, ())), ""),
+        next(iter(found[rank])),
         step,
         {each: tuple(odd) for each, odd in sorted(found.items())},
     )

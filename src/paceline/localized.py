@@ -4,12 +4,14 @@ optimizer, state_dict, hooks       weight: a plain parameter ─── from_loca
                                    gradient: a plain tensor  <───────────────── backward
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.sharded import localized
 from paceline.stand_ins import Calls, StandIns, is_computed_again
 from paceline.torch_private import is_dtensor, local_of, placed_like, take_over_localizing
 
@@ -42,9 +44,11 @@ class Localized:
     """A module whose sharded parameters are plain ones, except inside its forward."""
 
     def __init__(self, module: nn.Module, pairs: Sequence[Pair]) -> None:
+        self.module = weakref.ref(module)
         self.running = 0  # forwards; for compiled code, which cannot look at more
         self._sharded = {id(plain): sharded for plain, sharded in pairs}
         self._plain = {id(sharded): plain for plain, sharded in pairs}  # keeps them alive, too
+        localized.update(pairs)
         self._calls: Calls[Made] = Calls(self._begin, self._end)
         for owner in module.modules():
             if any(id(p) in self._sharded or id(p) in self._plain for p in owner._parameters.values()):
@@ -91,6 +95,8 @@ class Localized:
             handle.remove()
         for owner, parameters in places_in(module):
             if parameters.localized is self:
+                for plain in dict.values(parameters):
+                    localized.pop(plain, None)
                 owner.__dict__["_parameters"] = {k: self._restore(p) for k, p in dict.items(parameters)}
 
     def _restore(self, plain: Any) -> Any:

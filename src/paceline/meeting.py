@@ -28,6 +28,7 @@ class Meeting:
         self.step = record.step
         self.active: Sequence[int] = range(wiring.comm.size)
         self.share = Share(counted=self.active)
+        self.weights: Sequence[float | None] = ()  # as given on each rank
         self.is_settled = False  # nothing more is said: every rank knows why
         self._epoch = wiring.control.epoch
 
@@ -66,6 +67,7 @@ class Meeting:
         if len({(opening.step, opening.digest, opening.terms) for opening in openings}) > 1:
             raise self._disagreement(openings)
         self._refuse_other_weights(openings)
+        self.weights = [opening.weight for opening in openings]
         joining, everyone = self._wiring.joining, range(self._wiring.comm.size)
         self.active = [rank for rank, opening in enumerate(openings) if opening.kind is not Kind.JOINED]
         if joining is not None and joining.early == "stop" and 0 < len(self.active) < len(everyone):

@@ -62,6 +62,13 @@ def _check(named: Sequence[Named], reducer: Reducer | None, what: str) -> None:
     """Refuse gradients that only this rank has, and those that an optimizer inside backward has freed."""
     if reducer is not None and reducer.wiring.consumer is not None:
         norm_gate.check([parameter for _, parameter in named])
+    held = reducer.passes.holding([parameter for _, parameter in named]) if reducer is not None else ()
+    if held:
+        names = [name for name, parameter in named if any(parameter is each for each in held)]
+        raise ValueError(
+            f"{what} looks at .grad, but these gradients are in a context of distributed autograd: "
+            f"{name_some(names)}. Take their norm from torch.distributed.autograd.get_gradients()"
+        )
     if reducer is not None and reducer.wiring.comm.size > 1:
         check_gradients(reducer, what)
 
@@ -202,8 +209,11 @@ def _not_finite(named: Sequence[Named], total: torch.Tensor, order: float) -> Ru
         return not bool(values.isfinite().all())
 
     odd = [name for name, p in named if p.grad is not None and is_odd(local_of(p.grad))]
+    large = "none of them: their norm is too large for its dtype"
+    elsewhere = "none of the parts here: look at the other ranks of the mesh"
+    nothing = elsewhere if any(spread_of(p) is not None for _, p in named) else large
     return RuntimeError(
         f"the norm of order {order:g} of the gradients is {total.item()}, so nothing was clipped. NaN or Inf "
-        f"in: {name_some(odd) or 'none of them: their norm is too large for its dtype'}. Drop this step with "
+        f"in: {name_some(odd) or nothing}. Drop this step with "
         "zero_grad(), or clip anyway with error_if_nonfinite=False"
     )

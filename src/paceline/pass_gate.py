@@ -14,6 +14,7 @@ import torch
 from paceline.backward import LocalBackward, SyncedBackward
 from paceline.passes import Passes, Stage
 from paceline.tally import BACKWARD
+from paceline.torch_private import is_dtensor
 
 LOOK_SECONDS = 0.02  # how often a pass looks whether its turn has come
 
@@ -101,6 +102,8 @@ class PassGate:
             try:
                 found = self.passes.find(self._engine.parameters[first], came, is_taken=is_taken)
                 is_pass = found is not None
+                if is_pass:
+                    self._refuse_sharded()
                 self._await_turn()
                 self.passes.begin(found)
                 if not self.passes.is_over:
@@ -118,6 +121,14 @@ class PassGate:
                     self.tell_refused()
             self.passes.present = None
             return LocalBackward(self._engine.parameters, set())
+
+    def _refuse_sharded(self) -> None:
+        """Refuse sharded parameters: what is partial in a context would be taken for a whole."""
+        if any(map(is_dtensor, self._engine.parameters)):
+            raise RuntimeError(
+                "sharded parameters (DTensors) cannot be reduced inside a context of distributed autograd. "
+                "Run an ordinary backward(), or replicate a part of the model that is not sharded"
+            )
 
     def arrived_elsewhere(self, index: int) -> None:
         """Note a gradient of another backward than the open one. Called by the thread that computes it."""

@@ -260,6 +260,8 @@ class Passes(Rider):
 
     def opened(self, step: int, told: Sequence[bytes], present: Sequence[int]) -> None:
         """Refuse, on every rank, to average different passes where several run at once on some."""
+        if not any(told):
+            return
         whose = {rank: told[rank][1:].decode() for rank in present if told[rank]}
         is_one = len(set(whose.values())) == 1 and "" not in whose.values()
         self._is_shared |= is_one and len(whose) > 1 and _CONTEXT in next(iter(whose.values()))
@@ -278,6 +280,11 @@ class Passes(Rider):
         raise error
 
     # ---- the guard -------------------------------------------------------------------------------
+
+    def holding(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters whose gradients are in a context that has not ended."""
+        known = [each for each in self._known.copy().values() if each.is_live]
+        return [p for p in parameters if p.grad is None and any(each.holds(p) for each in known)]
 
     def unsynced(self, number: int, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return those parameters, with their gradients, whose gradients in a context only this rank has."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from paceline.across import Across
 from paceline.activity import trainer
 from paceline.backward import LocalBackward, SyncedBackward, TooLate
 from paceline.buffers import BufferSync
@@ -62,7 +63,7 @@ class Reducer:
     ) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._leaves = [leaf_of(parameter) for parameter in self._parameters]  # as they are reduced
+        self._leaves = [leaf_of(parameter, name) for name, parameter in named]  # as they are reduced
         self.gate = PassGate(self, wiring.name)  # of distributed autograd
         self._wiring = self._with_passes(wiring)
         self.name = wiring.name
@@ -127,7 +128,7 @@ class Reducer:
 
         def on_sharded_gradient(inputs: Any, outputs: Any) -> None:
             """Sum up what is partial over the parameter's own mesh first."""
-            leaf.settle(self._names[index])
+            leaf.settle()
             on_gradient(inputs, outputs)
 
         return on_sharded_gradient
@@ -165,7 +166,7 @@ class Reducer:
         self._names = [name for name, _ in named]
         known = dict(zip(map(id, self._parameters), self._leaves, strict=True))
         self._parameters = [parameter for _, parameter in named]
-        self._leaves = [known.get(id(parameter), leaf_of(parameter)) for parameter in self._parameters]
+        self._leaves = [known[id(p)] if id(p) in known else leaf_of(p, name) for name, p in named]
         self._local.move_to(self._leaves)
         self._held.clear()
         self.steps.move_to(self._parameters)
@@ -187,6 +188,10 @@ class Reducer:
         self._backward = None
         self.step = backward.step + 1
         self._changes += 1
+
+    def set_across(self, across: Across | None) -> None:
+        """Agree on every step with the ranks that hold other parts from now on."""
+        self._wiring = dataclasses.replace(self._wiring, across=across)
 
     def set_buffers(self, buffers: BufferSync) -> None:
         """Keep other buffers equal from now on."""
@@ -519,6 +524,7 @@ class Reducer:
         if self._lost is None:
             self._settle(backward, error)
         else:
+            backward.tell_across(error)
             self._drop_gradients()
         # What is told needs to know that a backward is under way: only now it is over.
         self._backward = None
@@ -541,6 +547,7 @@ class Reducer:
 
     def _settle(self, backward: SyncedBackward, error: BaseException) -> None:
         """Tell the other ranks what happened here, and forget the gradients."""
+        backward.tell_across(error)
         failure = words_of(error)
         try:
             self._tell(backward, failure)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline import auditing, finite
+from paceline.across import Across, across_for
 from paceline.activity import trainer
 from paceline.agreement import agree_to_start, traits_of
 from paceline.buffer_policies import FORWARD, Due, Policy
@@ -51,7 +52,7 @@ from paceline.settings import (
     watched_in,
     wishes_for,
 )
-from paceline.sharded import leaf_of, spreads_in
+from paceline.sharded import check_sharding, leaf_of
 from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
 from paceline.torch_private import engine_watch, module_watch, watch_loaders
@@ -121,6 +122,7 @@ class Replica:
         if watched and (settings.deterministic or settings.check_finite or not comm.is_solo):
             wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
             self.reducer = self._make_reducer(wiring=wiring)
+            self.reducer.set_across(self._link_across(original))
             self._renew_checks()
         self._guard()
         self.is_joining = False
@@ -136,6 +138,13 @@ class Replica:
     def _guard(self) -> None:
         if self.reducer and self.settings.guard and self.size > 1:
             the_guard.add(self.reducer)
+
+    def _link_across(self, original: "Replica | None") -> Across | None:
+        """Link the ranks that hold other parts of the parameters, if there are any."""
+        if original is None:
+            return across_for(parameter for _, parameter in self._watched)
+        theirs = original.reducer.wiring.across if original.reducer else None
+        return theirs and theirs.for_copy(self.name.rpartition(b"/")[2])
 
     def _name_of_copy(self) -> bytes:
         self._copies += 1
@@ -290,8 +299,7 @@ class Replica:
         riders = [r for r in reducer.wiring.riders if not isinstance(r, finite.FiniteCheck | auditing.Audit)]
         if self.settings.check_finite is not None:
             tell = functools.partial(reducer.exchange, b"finite")
-            spreads = spreads_in(reducer.parameters)
-            riders.append(finite.FiniteCheck(self.settings.check_finite, tell, spreads))
+            riders.append(finite.FiniteCheck(self.settings.check_finite, tell))
         if self._schedule is not None:
             riders.append(auditing.Audit(self._schedule, reducer))
         reducer.set_riders(riders)
@@ -405,7 +413,7 @@ class Replica:
         wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
         if self.reducer is not None:
             kept = self.reducer.wiring
-            self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer), step)
+            self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer, across=kept.across), step)
             self._renew_checks()
         elif self._watched and not comm.is_solo:
             self.reducer = self._make_reducer(wiring=wiring)
@@ -544,12 +552,14 @@ class Replica:
             return
         if leaves is not None and not _is_of(leaves(), watched, reducer.parameters):
             return
+        check_sharding(module, self.comm.ranks, is_chosen=self.settings.is_group_chosen)
         # Not noted before all ranks have agreed: if one of them fails, it is looked for again.
         new: list[torch.Tensor] = [
             parameter.detach()
             for parameter in reducer.rewatch(watched, wishes_for(module, watched, self.settings))
         ]
         self._changes, self._watched = changes, watched
+        reducer.set_across(self._link_across(None))
         if self._low_precision is not None:
             self._low_precision.attach_anew(self.settings.left_out)
         before = set(self._buffer_names)

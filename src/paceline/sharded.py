@@ -9,12 +9,13 @@ over the data-parallel ranks are parts of the same place, and nobody else sees a
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import UnsyncedGradients, name_ranks, name_some
 from paceline.torch_private import NO_TORCH_FUNCTION, is_dtensor, local_of, placed_like, waited
@@ -24,13 +25,18 @@ class Part(torch.Tensor):
     """This rank's part of a sharded parameter."""
 
     sharded: Any  # the DTensor
+    label: str  # its name
     __torch_function__ = NO_TORCH_FUNCTION  # what is computed from it is a plain tensor
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The part of the gradient that belongs to it."""
         gradient = self.sharded.grad
-        return None if gradient is None else local_of(gradient)
+        if gradient is None:
+            return None
+        if is_dtensor(gradient) and gradient.placements != self.sharded.placements:
+            raise self._misplaced(gradient)  # somebody has put it there: autograd's are settled
+        return local_of(gradient)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -49,7 +55,7 @@ class Part(torch.Tensor):
         """Return where the parameter's part lies now."""
         return local_of(self.sharded).data_ptr()
 
-    def settle(self, name: str) -> None:
+    def settle(self) -> None:
         """Bring a new gradient to where the parameter is: what is partial over its mesh is summed up there.
 
         Called by the autograd thread that wrote the gradient, so at the same point on all ranks of the mesh.
@@ -60,24 +66,27 @@ class Part(torch.Tensor):
         ):
             return
         if gradient.device_mesh != sharded.device_mesh:
-            raise UnsyncedGradients(
-                f"the gradient of {name} is {_where(gradient)}, but the parameter is {_where(sharded)}: over "
-                "other ranks, so that it cannot be summed up. Redistribute it before it reaches the "
-                "parameter, or shard the parameter over the mesh that computes with it.",
-                [name],
-            )
+            raise self._misplaced(gradient)
         settled = gradient.redistribute(placements=sharded.placements)
         if not gradient.requires_grad:
             settled = placed_like(waited(local_of(settled)), sharded)
         sharded.grad = settled
 
+    def _misplaced(self, gradient: Any) -> UnsyncedGradients:
+        return UnsyncedGradients(
+            f"the gradient of {self.label} is {_where(gradient)}, but the parameter is "
+            f"{_where(self.sharded)}, so that the ranks would not add up the same. Redistribute a gradient "
+            "to the parameter's own mesh and placements before it is put there.",
+            [self.label],
+        )
 
-def leaf_of(parameter: nn.Parameter) -> torch.Tensor:
+
+def leaf_of(parameter: nn.Parameter, name: str = "a parameter") -> torch.Tensor:
     """Return what the engine works on: this rank's part of a sharded parameter, else the parameter itself."""
     if not is_dtensor(parameter):
         return parameter
     part = local_of(parameter).detach().as_subclass(Part)
-    part.sharded = parameter
+    part.sharded, part.label = parameter, name
     return part
 
 
@@ -106,11 +115,6 @@ class Spread:
         total: torch.Tensor = self._reduced(part**order, "sum") ** (1 / order)
         return total
 
-    def is_anywhere(self, flag: bool) -> bool:
-        """Tell whether a flag is set on a rank that holds some part. All ranks of the mesh call this."""
-        mine = torch.tensor(float(flag), device=self.mesh.device_type)
-        return bool(self._reduced(mine, "max").item())
-
     def _reduced(self, value: torch.Tensor, op: str) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -120,18 +124,28 @@ class Spread:
         return reduced
 
 
+# Plain parameters that are parts of sharded ones (see paceline.localized); an entry ends with its parameter.
+localized: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
+
+
+def _behind(tensor: torch.Tensor) -> Any:
+    """Return the sharded parameter that a tensor is, or is a part of; None, if it is all there is."""
+    owner = owner_of(tensor)
+    return owner if is_dtensor(owner) else localized.get(owner)
+
+
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """Return the mesh that a tensor is sharded over, or copied; None, if it is on no mesh."""
+    found = _behind(tensor)
+    return None if found is None else found.device_mesh
+
+
 def spread_of(tensor: torch.Tensor) -> Spread | None:
     """Tell how a tensor is spread over other ranks; None, if this rank has all of it."""
-    owner: Any = owner_of(tensor)
-    if not is_dtensor(owner) or all(placement.is_replicate() for placement in owner.placements):
+    owner = _behind(tensor)
+    if owner is None or all(placement.is_replicate() for placement in owner.placements):
         return None
     return Spread(owner.device_mesh, tuple(not placement.is_replicate() for placement in owner.placements))
-
-
-def spreads_in(tensors: Iterable[torch.Tensor]) -> list[Spread]:
-    """Return the ways in which some tensors are spread, in an order that is the same on every rank."""
-    found = {spread for tensor in tensors if (spread := spread_of(tensor)) is not None}
-    return sorted(found, key=str)
 
 
 def count_sharded(tensors: Iterable[torch.Tensor]) -> str:

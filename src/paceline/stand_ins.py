@@ -6,7 +6,7 @@ with stand-ins to the thread that runs the module's forward, and to a backward t
 """
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import currentframe
@@ -23,7 +23,7 @@ CALL = nn.Module.__call__.__code__
 T = TypeVar("T")
 
 
-class StandIns(dict[str, Any]):
+class StandIns(dict[str, Any], ABC):
     """A module's parameters by name; a forward reads something else. Copies and pickles are plain."""
 
     @abstractmethod

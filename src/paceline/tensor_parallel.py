@@ -23,7 +23,8 @@ M = TypeVar("M", bound=nn.Module)
 def localize(module: M) -> M:
     """Make plain parameters of sharded ones, in place; inside the module's forward they are sharded.
 
-    What forward computes, and what its gradients are, stays the same. Parameters that are one stay one.
+    What forward computes, and what its gradients are, stays the same. Parameters that are one within the
+    module stay one.
     Make optimizers, and replicate, afterwards. ``delocalize()`` undoes it.
     """
     _check(module, "localize()")
@@ -44,6 +45,12 @@ def delocalize(module: M) -> M:
     found = {id(part.localized): part.localized for _, part in localized.places_in(module)}
     if not found:
         raise ValueError(f"this {type(module).__name__} is not localized")
+    whole = [each for each in found.values() if each.module() is not module]
+    if whole:
+        raise ValueError(
+            f"this {type(module).__name__} is a part of a module that is localized, or holds one: "
+            "delocalize() that one itself"
+        )
     for each in found.values():
         each.remove(module)
     return module

@@ -309,6 +309,9 @@ def check_remote_steps(checker: StepChecker) -> None:
             step(local, context)
 
     def step_and_tell(remote: Any, context: int) -> None:
+        # Those of this process that were scripted before anybody could look into them.
+        for parameters in _scripted_here(remote):
+            checker.before_remote_step(context, parameters)
         try:
             step_all(remote, context)
         except Exception as error:
@@ -321,6 +324,15 @@ def check_remote_steps(checker: StepChecker) -> None:
         theirs._ScriptLocalOptimizer.compile_lock,
     )
     theirs._ScriptLocalOptimizer = _CheckedScript
+
+
+def _scripted_here(remote: Any) -> Iterable[Sequence[torch.Tensor]]:
+    """Yield the parameters of a DistributedOptimizer's scripted parts in this process."""
+    for reference in remote.remote_optimizers:
+        if reference.is_owner():
+            part = reference.local_value()
+            if hasattr(part, "_local_params"):
+                yield list(part._local_params)
 
 
 def unnoticed_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:

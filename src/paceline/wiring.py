@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from paceline.across import Across
 from paceline.buffers import BufferSync
 from paceline.comm import Comm
 from paceline.control import Control
@@ -44,6 +45,7 @@ class Wiring:
     deterministic: bool = False  # sums have a fixed order
     riders: Sequence[Rider] = ()  # what else the ranks compare in every backward
     model: str = "replica"  # the class of the module
+    across: Across | None = None  # the ranks that hold the other parts of a sharded model
 
     def scale_on(self, device: torch.device) -> float:
         """Return the factor that copying a gradient folds in: the mean's, if the hook is the plain mean."""

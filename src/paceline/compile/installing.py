@@ -15,6 +15,7 @@ _lock = threading.Lock()
 # What talks to other ranks. Where a user's frame is not compiled as a whole, Dynamo goes on with whatever it
 # calls, and would trace these.
 TALKING = (
+    "across",
     "agreement",
     "auditing",
     "backward",
@@ -24,15 +25,20 @@ TALKING = (
     "finite",
     "hub",
     "meeting",
+    "norms",
+    "pass_gate",
+    "passes",
     "preflight",
     "recorder",
     "reporter",
+    "sharded",
     "shelf",
     "starting",
     "threads",
     "torch_private",
     "waiting",
     "warming",
+    "whereabouts",
 )
 
 
