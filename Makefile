@@ -18,13 +18,14 @@ TORCH_READY := $(VENV)/.stamp-torch-$(TORCH)
 DEMO_READY  := $(VENV)/.stamp-paceline
 TEST_READY  := $(VENV)/.stamp-paceline-test
 
-.PHONY: help demo test soak bench promises conformance clean
+.PHONY: help demo test soak orders bench promises conformance clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo      set up .venv, then train a small GPT on $(RANKS) CPU ranks (about two minutes)'
 	@echo 'make test      set up .venv, then lint, types, layers and all tests'
 	@echo 'make soak      random training programs on processes and threads, for MINUTES=$(MINUTES)'
+	@echo 'make orders    every model compiled by Inductor in every wrap order (some minutes)'
 	@echo 'make bench     measure against torch; print a table and write JSON'
 	@echo 'make promises  run every promise on torch and on paceline; write docs/promises.md'
 	@echo 'make conformance  run torch'"'"'s own DDP tests on torch'"'"'s class and on ours; write docs/conformance.md'
@@ -48,6 +49,10 @@ test: $(TEST_READY)
 soak: $(TEST_READY)
 	$(SAY) 'soak: random programs for $(MINUTES) minutes; --seed N runs one again (ARGS="--seed N")'
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+orders: $(TEST_READY)
+	$(SAY) 'every model, compiled by Inductor in every wrap order'
+	@PACELINE_ALL_ORDERS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/compile/test_wrap_orders.py -k inductor
 
 bench: $(TEST_READY)
 	$(SAY) 'benchmarks'

@@ -552,7 +552,7 @@ class Replica:
             return
         if leaves is not None and not _is_of(leaves(), watched, reducer.parameters):
             return
-        check_sharding(module, self.comm.ranks, is_chosen=self.settings.is_group_chosen)
+        check_sharding(module, lambda: self.comm.ranks, is_chosen=self.settings.is_group_chosen)
         # Not noted before all ranks have agreed: if one of them fails, it is looked for again.
         new: list[torch.Tensor] = [
             parameter.detach()

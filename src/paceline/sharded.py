@@ -9,7 +9,7 @@ over the data-parallel ranks are parts of the same place, and nobody else sees a
 """
 
 import math
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,10 +164,10 @@ def describe(tensor: torch.Tensor) -> str:
     return f", {_where(tensor)}, part {place} of {'x'.join(map(str, mesh.shape))}"
 
 
-def check_sharding(module: nn.Module, ranks: Sequence[int], *, is_chosen: bool) -> None:
+def check_sharding(module: nn.Module, ranks_of: Callable[[], Sequence[int]], *, is_chosen: bool) -> None:
     """Refuse DTensors whose parts would be averaged with each other, and those that are partial.
 
-    ``ranks`` are the data-parallel ones; ``is_chosen`` says that somebody has named them.
+    ``ranks_of`` returns the data-parallel ranks; ``is_chosen`` says that somebody has named them.
     """
     named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if is_dtensor(t)]
     partial = [f"{name} ({_where(t)})" for name, t in named if any(p.is_partial() for p in t.placements)]  # type: ignore[attr-defined]
@@ -176,6 +176,7 @@ def check_sharding(module: nn.Module, ranks: Sequence[int], *, is_chosen: bool) 
             f"{name_some(partial)} hold a sum that was never made; redistribute them to Replicate() or "
             "Shard() first"
         )
+    ranks = ranks_of() if named else ()
     if len(ranks) < 2:
         return
     shared = [(name, t) for name, t in named if len(set(ranks).intersection(_ranks_of(t))) > 1]

@@ -46,7 +46,7 @@ def agree_on_hook(hook: Hook, watched: Sequence[tuple[str, nn.Parameter]], comm:
 
 def _check(module: nn.Module, comm: Comm, settings: Settings, others: Holders) -> None:
     check_model(module, settings)
-    check_sharding(module, comm.ranks, is_chosen=settings.is_group_chosen)
+    check_sharding(module, lambda: comm.ranks, is_chosen=settings.is_group_chosen)
     comm.claim(module)
     _check_overlap(module, others)
 
