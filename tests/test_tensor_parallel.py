@@ -223,3 +223,14 @@ def test_a_part_of_a_localized_module_cannot_be_restored_alone() -> None:
 
     with pytest.raises(ValueError, match="this Linear is a part of a module that is localized"):
         delocalize(model.up)
+
+
+@ranks(2)
+def test_layers_without_a_bias_are_localized_and_restored() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    model = parallelize_module(layers, mesh_of(1, 2)["tp"], {"0": ColwiseParallel()})
+
+    delocalize(localize(model))
+
+    assert isinstance(model[0].weight, DTensor)
+    assert model[0].bias is None

@@ -96,7 +96,8 @@ class Localized:
         for owner, parameters in places_in(module):
             if parameters.localized is self:
                 for plain in dict.values(parameters):
-                    localized.pop(plain, None)
+                    if id(plain) in self._sharded:  # a bias may be None
+                        localized.pop(plain, None)
                 owner.__dict__["_parameters"] = {k: self._restore(p) for k, p in dict.items(parameters)}
 
     def _restore(self, plain: Any) -> Any:
