@@ -1,11 +1,13 @@
 """Models that are part data-parallel and part remote: passes of distributed autograd."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.distributed import autograd, rpc
 import paceline
 from paceline import DistributedDataParallel as Ours
 from paceline.errors import PeerFailed, RanksDisagree, UnsyncedGradients
+from paceline.passes import Pass, Passes
 from paceline.testing import ranks
 
 with warnings.catch_warnings():
@@ -275,6 +278,29 @@ def test_a_parameter_that_is_used_without_the_modules_forward_is_found_by_the_ca
 
 
 @ranks(2, timeout=60)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_ordinary_backward_is_not_taken_for_a_pass_that_comes_again(
+    rank: int, is_local: bool, tmp_path: Path
+) -> None:
+    plain = layer(0)
+    with workers(rank, 2, tmp_path):
+        model = paceline.replicate(copy.deepcopy(plain))
+        with autograd.context() as context:
+            with paceline.no_sync(model, is_local):
+                autograd.backward(context, [model(batch(rank)).square().sum()])
+            again = model(batch(rank, 1)).square().sum()
+
+            model(batch(rank, 2)).square().sum().backward()
+            wanted = reference([plain], [batch(0, 2), batch(1, 2)])[0]
+            torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+
+            autograd.backward(context, [again])
+            both = reference([plain], [torch.cat([batch(r), batch(r, 1)]) for r in (0, 1)])[0]
+            torch.testing.assert_close(in_context(context, model), both)
+            torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+
+
+@ranks(2, timeout=60)
 def test_weights_and_no_sync_exclude_each_other_in_a_context(rank: int, tmp_path: Path) -> None:
     with workers(rank, 2, tmp_path):
         model = paceline.replicate(layer(0))
@@ -431,6 +457,43 @@ def test_the_process_that_owns_the_parameters_refuses_a_step_from_elsewhere(
 
 
 # ---- several passes at once -------------------------------------------------------------------------
+
+
+@ranks(2, timeout=60)
+def test_a_replica_may_be_collected_while_another_one_has_its_pass(rank: int, tmp_path: Path) -> None:
+    with workers(rank, 2, tmp_path):
+        model, garbage = paceline.replicate(layer(0)), [paceline.replicate(layer(1))]
+        gone = weakref.ref(paceline.replica(garbage[0]).reducer)
+
+        def collect(_: torch.Tensor) -> None:
+            garbage.clear()
+            gc.collect()
+
+        for _ in range(2):
+            with autograd.context() as context:
+                output = model(batch(rank))
+                output.register_hook(collect)
+                autograd.backward(context, [output.square().sum()])
+                wanted = reference([layer(0)], [batch(0), batch(1)])[0]
+                torch.testing.assert_close(in_context(context, model), wanted)
+
+        gc.collect()
+        assert gone() is None
+
+
+def test_two_threads_may_forget_an_ended_pass_at_once() -> None:
+    passes = Passes()
+
+    class Forgotten(Pass):
+        @property
+        def is_live(self) -> bool:
+            passes._known.pop(5, None)  # as the other thread does
+            return False
+
+    passes._known[5] = Forgotten(None)
+
+    assert passes._known_or_new(6) is passes.get(6)
+    assert passes.get(5) is None
 
 
 def run_both(*functions: Callable[[], None]) -> list[BaseException | None]:

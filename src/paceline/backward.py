@@ -13,6 +13,7 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from paceline.comm import Comm, Pending
 from paceline.errors import PacelineError, PeerLost, RanksDisagree
 from paceline.frames import Closing, Kind, Opening
 from paceline.hooks import GradBucket, InOrder, StatefulHook, is_sure, way_of
-from paceline.landing import Flight, hook_failed, land, land_in_rounds
+from paceline.landing import Flight, hook_failed, land, land_in_rounds, linger
 from paceline.meeting import Meeting
 from paceline.recorder import CountedComm, StepRecord
 from paceline.remote import refuse_context
@@ -51,8 +52,13 @@ class TooLate(Exception):
     """A rank failed after it had told the others that all is well."""
 
 
+NONE: frozenset[int] = frozenset()
+
+
 class LocalBackward:
     """A backward inside ``no_sync()``: it only notes what now differs between the ranks."""
+
+    quiet = NONE
 
     def __init__(
         self,
@@ -64,15 +70,13 @@ class LocalBackward:
     ) -> None:
         self._parameters = parameters
         self._local = local
+        self.seen: Any = local  # to be asked only
         self._tree = tree
         self._counts = counts
 
     def arrived(self, parameter: int) -> None:
         if self._counts:
             self._local.add(parameter)
-
-    def has_seen(self, parameter: int) -> bool:
-        return parameter in self._local
 
     def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Keep gradients that a compiled backward has computed."""
@@ -93,6 +97,23 @@ class SyncedBackward:
     that autograd comes back to in one backward: their buckets wait for its end.
     """
 
+    # What most backwards leave as it is.
+    _weight = 1.0
+    _in_graph = False
+    _hold = False
+    _hidden = False
+    _phase = Phase.OPEN
+    _skipped: set[int] | None = None  # buckets that no rank has put anything into, once that is known
+    _sending = False
+    _agreed = False
+    _adds_nothing = False
+    _set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
+    _counts_across = True
+    _is_told_across = False
+    is_behind = False  # the optimizer inside backward raised, so this rank's weights are not the others'
+    is_out_of_step = False  # the ranks' collectives do not match any more
+    is_dropped = False  # all ranks have agreed to go on without these gradients
+
     def __init__(
         self,
         wiring: Wiring,
@@ -109,41 +130,23 @@ class SyncedBackward:
         self._local = local
         self._held = held
         self._tree = tree
-        self._weight = 1.0
-        self._in_graph = False
-        self._hold = False
-        self._hidden = False
-        self._phase = Phase.OPEN
-        self._seen: dict[int, None] = {}
-        record.arrival = self._seen
+        self.seen: dict[int, None] = {}
+        # Whose gradients need only be noted in ``seen``; whoever notes them need not call ``arrived()``.
+        self.quiet = layout.quiet if tree is None and not held else NONE
+        record.arrival = self.seen
         self._late: set[int] = set()
         self._aside: dict[int, torch.Tensor] = {}  # sparse gradients that came where dense ones were expected
-        self._skipped: set[int] | None = (
-            None  # buckets that no rank has put anything into, once that is known
-        )
         self.settled: set[int] = set()  # parameters that the optimizer has stepped already
-        self._waiting = list(layout.counts)
+        self._waiting = list(layout.heard_counts if self.quiet else layout.counts)
         self._packets = [Packet(shelf, wiring.scale_on(shelf.bucket.device)) for shelf in layout.shelves]
         self._flights: list[Flight] = []
-        self._sending = False
-        self._is_due = False  # a bucket is complete, but not every rank has opened
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
-        self._agreed = False
         counted = CountedComm(wiring.comm, record)
         self._comm: Comm = counted if tree is None else InOrder(counted)
         if not is_sure(wiring.hook):
             self._comm = Retraceable(self._comm)
         self._meeting = Meeting(wiring, layout.plan, record)
-        self._adds_nothing = False
-        self._set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
-        self.is_behind = (
-            False  # the optimizer inside backward raised, so this rank's weights are not the others'
-        )
-        self.is_out_of_step = False  # the ranks' collectives do not match any more
-        self.is_dropped = False  # all ranks have agreed to go on without these gradients
         self._round = record.step  # by which ranks with other parts know this backward
-        self._counts_across = True
-        self._is_told_across = False
 
     @property
     def step(self) -> int:
@@ -188,39 +191,49 @@ class SyncedBackward:
 
     def arrived(self, parameter: int) -> None:
         """Note a gradient, and send what is complete. Called by the autograd thread that wrote it."""
-        if parameter in self._seen:
+        if parameter in self.seen:
             self._arrived_again(parameter)
             return
         place, position = self._route.get(parameter, NOWHERE)
         if place < 0:
             self._arrived_apart(parameter, place)
             return
-        self._seen[parameter] = None
+        self.seen[parameter] = None
         if self._hold or parameter in self._held:
             return
         if position is not None and not self._is_partial(parameter):
             self._packets[place].take(position, hide=self._hidden)
-        self._waiting[place] -= 1
+        if parameter not in self.quiet:
+            self._waiting[place] -= 1
         # Several device threads may be here at once; one of them sends.
-        is_next = not self._waiting[place] and place == len(self._flights)
-        if (is_next or self._is_due) and not self._sending:
+        if not self._sending and self._next_is_complete():
             self._send_complete()
 
-    def has_seen(self, parameter: int) -> bool:
-        """Tell whether a gradient has arrived."""
-        return parameter in self._seen
+    def _next_is_complete(self) -> bool:
+        """Tell whether every gradient of the next bucket is there."""
+        place = len(self._flights)
+        if place == len(self._waiting) or self._waiting[place]:
+            return False
+        return not self.quiet or self.seen.keys() >= self._layout.quiet_in[place]
+
+    def _listen(self) -> None:
+        """Have every arrival reported from now on: parameters may get more than one gradient."""
+        for index in self.quiet - self.seen.keys():
+            self._waiting[self._route[index][0]] += 1
+        self.quiet = NONE
 
     def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Take gradients out of the middle of a compiled backward, before autograd has them.
 
         They are copied: compiled code uses their memory again.
         """
+        self._listen()
         self.hide()  # autograd may come by later, with more for the same parameters
         if all(map(self._goes_straight, indices, gradients)):
             self._pack(indices, gradients)
             return
         # What comes again is added before anything goes out.
-        order = sorted(range(len(indices)), key=lambda number: indices[number] not in self._seen)
+        order = sorted(range(len(indices)), key=lambda number: indices[number] not in self.seen)
         parameters = [self._layout.parameters[index] for index in indices]
         accumulate(parameters, gradients)
         for number in order:
@@ -232,7 +245,7 @@ class SyncedBackward:
         return (
             place >= 0
             and not self._hold
-            and index not in self._seen
+            and index not in self.seen
             and index not in self._held
             and self._layout.parameters[index].grad is None
             and self._packets[place].shelf.fits(gradient)
@@ -246,9 +259,8 @@ class SyncedBackward:
                 given = [gradients[number] for number in parcel.numbers]
                 self._packets[parcel.place].take_given(parcel.positions, given)
                 self._waiting[parcel.place] -= len(given)
-        self._seen.update(dict.fromkeys(indices))
-        is_next = any(not self._waiting[p.place] and p.place == len(self._flights) for p in parcels)
-        if (is_next or self._is_due) and not self._sending:
+        self.seen.update(dict.fromkeys(indices))
+        if not self._sending and self._next_is_complete():
             self._send_complete()
 
     def _is_partial(self, parameter: int) -> bool:
@@ -258,7 +270,7 @@ class SyncedBackward:
     def _arrived_apart(self, parameter: int, place: int) -> None:
         """Note a gradient without a slot: a sparse one, or one of a parameter frozen since its forward."""
         if place == APART[0]:
-            self._seen[parameter] = None
+            self.seen[parameter] = None
         else:
             self._local.add(parameter)  # it stays this rank's
 
@@ -268,6 +280,7 @@ class SyncedBackward:
         It may come back to parameters whose gradient has been taken. Their ``.grad`` is emptied, so that what
         comes is not added to a buffer that is on its way.
         """
+        self._listen()
         if not self._hidden and not self._in_graph:
             self._hidden = True
             for packet in self._packets:
@@ -296,12 +309,11 @@ class SyncedBackward:
         # In plan order, never in arrival order: two ranks that start the same two buckets in different
         # orders wait for each other forever.
         # A rank that is ahead goes on computing until the others have opened, too.
-        self._is_due = not (self._agreed or self._hurries or self._meeting.is_complete)
-        if self._is_due:
+        if not (self._agreed or self._hurries or self._meeting.is_complete):
             return
         self._sending = True
         try:
-            while len(self._flights) < len(self._waiting) and not self._waiting[len(self._flights)]:
+            while self._next_is_complete():
                 self._send_next()
         finally:
             self._sending = False
@@ -320,35 +332,44 @@ class SyncedBackward:
     def hurry(self) -> None:
         """Wait for the others' openings from now on, where a bucket is complete."""
         self._hurries = True
-        if self._is_due:
+        if not self._hold and self._next_is_complete():
             self._send_complete()
 
     def _send_next(self, *, empty: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
         self.agree()
         packet = self._packets[len(self._flights)]
-        with torch.no_grad():
-            if self._tree is not None and not empty:
-                self._tree.fold(packet.shelf.indices, self._weight)
-            empty |= self._adds_nothing or not self._factor
-            if empty:
-                packet.fill_with_zeros()
-            else:
-                self._fill(packet)
-                if self._factor != 1:
-                    packet.flat.mul_(self._factor)
-            self._flights.append(Flight(packet, self._start(packet)))
-            if empty:
-                return
-            if not self._in_graph:
-                packet.put_views(self._seen.keys() - self._aside.keys(), hide=self._hidden)
+        if torch.is_grad_enabled():  # it is not while autograd computes, unless it makes a graph
+            with torch.no_grad():
+                self._send(packet, empty=empty)
+        else:
+            self._send(packet, empty=empty)
+
+    def _send(self, packet: Packet, *, empty: bool) -> None:
+        if self._tree is not None and not empty:
+            self._tree.fold(packet.shelf.indices, self._weight)
+        factor = self._factor
+        empty |= self._adds_nothing or not factor
+        if empty:
+            packet.fill_with_zeros()
+        else:
+            self._fill(packet)
+            if factor != 1:
+                packet.flat.mul_(factor)
+        self._flights.append(Flight(packet, self._start(packet)))
+        if empty:
+            return
+        if not self._in_graph:
+            seen = self.seen.keys() - self._aside.keys() if self._aside else self.seen
+            packet.put_views(seen, hide=self._hidden)
+        if self._wiring.consumer is not None:
             self._consume(self._flights[:-1])
 
     def _fill(self, packet: Packet) -> None:
         indices = packet.shelf.indices
         # Only what this backward has added to may be reduced in place: the rest keeps what it has until the
         # others have spoken.
-        touched = not self._waiting[len(self._flights)] or self._seen.keys() >= set(indices)
+        touched = self._next_is_complete() or self.seen.keys() >= set(indices)
         in_place = touched and not self._in_graph
         try:
             missing = packet.fill(in_place=in_place)
@@ -358,7 +379,7 @@ class SyncedBackward:
             missing = [position for position in packet.fill(in_place=in_place) if position not in aside]
         for position in missing:
             # Autograd may have come by with nothing in its hands.
-            if self._seen.pop(indices[position], 0) is None:
+            if self.seen.pop(indices[position], 0) is None:
                 refuse_context(packet.shelf.names[position])
 
     def _start(self, packet: Packet) -> Pending:
@@ -370,7 +391,7 @@ class SyncedBackward:
             shelf.names,
             is_last=len(self._flights) + 1 == len(self._waiting),
             split=shelf.views,
-            is_scaled=self._wiring.scale_on(packet.flat.device) != 1,
+            is_scaled=packet.scale != 1,
         )
         if self._skipped and bucket.index in self._skipped:
             return Pending(packet.flat)
@@ -460,14 +481,14 @@ class SyncedBackward:
         if self._set_back is not None:
             self._set_back()
             self._set_back = None
-            self._seen.clear()
+            self.seen.clear()
 
     def _find_skipped(self, seconds: float | None = None, *, failed: bool = False) -> None:
         """Agree on the buckets into which no rank has put anything; a rank that has failed has not."""
         if not self._wiring.skip_unused or self._skipped is not None:
             return
         rest = enumerate(self._layout.shelves[len(self._flights) :], len(self._flights))
-        have = set() if failed else self._seen.keys() | self._local
+        have = set() if failed else self.seen.keys() | self._local
         mine = {place for place, shelf in rest if have.isdisjoint(shelf.indices)}
         frames = self._exchange(b"rest", b",".join(b"%d" % place for place in sorted(mine)), seconds)
         theirs = ({int(number) for number in frame.split(b",") if number} for frame in frames)
@@ -482,7 +503,10 @@ class SyncedBackward:
         shares = self._shares()
         self._show_apart(shares)
         turn = self._buffers_due()
-        tally = self._close(self._closing(shares, turn, learn=learn))
+        self._meeting.tell(self._closing(shares, turn, learn=learn))
+        if turn is None:
+            linger(self._flights)
+        tally = self._hear()
         # By now every rank has sent everything, so what follows waits for no one's computation.
         if tally.is_stuck:
             self._phase = Phase.DONE
@@ -492,7 +516,7 @@ class SyncedBackward:
             self._receive(tally, turn)
             self._refuse(tally)
             self._agree_across()
-            rows = self._gather_rows(shares, tally)
+            rows = {} if tally.is_plain else self._gather_rows(shares, tally)
         self.record.has_landed()
         # To a rank that has joined as well: what steps there, as ZeroRedundancyOptimizer does, must not step
         # on gradients of its last batch.
@@ -511,7 +535,7 @@ class SyncedBackward:
         return Closing(
             self._wiring.control.trace,
             self._used(),
-            tuple(self._seen) if learn else (),
+            tuple(self.seen) if learn else (),
             tuple(sorted(self._late)),
             tuple(n for i, share in shares.items() for n in (i, share.count, share.came_dense)),
             buffers=turn.tell() if turn else b"",
@@ -520,6 +544,9 @@ class SyncedBackward:
 
     def _receive(self, tally: Tally, turn: Turn | None) -> None:
         """Wait for everything that is on its way."""
+        if tally.is_plain and turn is None:
+            self._land(surely=False)
+            return
         if turn and not tally.failed:
             self._send_buffers(turn, tally)
         self._land(surely=bool(tally.failed))
@@ -530,6 +557,9 @@ class SyncedBackward:
 
     def _refuse(self, tally: Tally) -> None:
         """Raise, on every rank alike, if this backward cannot be used."""
+        if tally.is_plain:
+            self._ask_riders(tally)
+            return
         if tally.failed:
             self._phase = Phase.DONE
             self._step_anyway(tally.outcome)
@@ -542,6 +572,9 @@ class SyncedBackward:
             self._wiring.control.trace = 0
             self._step_anyway(tally.outcome)
             raise error
+        self._ask_riders(tally)
+
+    def _ask_riders(self, tally: Tally) -> None:
         try:
             self.is_dropped = self._meeting.asks_to_drop(tally)
         except Exception:
@@ -641,8 +674,12 @@ class SyncedBackward:
         return not self.is_out_of_step
 
     def _close(self, closing: Closing, seconds: float | None = None) -> Tally:
+        self._meeting.tell(closing)
+        return self._hear(seconds)
+
+    def _hear(self, seconds: float | None = None) -> Tally:
         try:
-            return self._meeting.close(closing, seconds)
+            return self._meeting.hear(seconds)
         except BaseException:
             self._note_settled()
             raise
@@ -668,11 +705,11 @@ class SyncedBackward:
         no_sync().
         """
         members = self._layout.plan.members
-        if len(self._seen) == len(members):
+        if len(self.seen) == len(members):
             return b""
         used = bytearray(len(self._layout.plan.specs))
         for index in members:
-            used[index] = index in self._seen or index in self._local
+            used[index] = index in self.seen or index in self._local
         return bytes(used)
 
     def _add_late(self, late: Sequence[int]) -> None:
@@ -700,7 +737,7 @@ class SyncedBackward:
 
     def _show_apart(self, shares: dict[int, Share]) -> None:
         """Let the riders see this rank's gradients that are in no bucket."""
-        if not self._wiring.riders:
+        if not self._wiring.riders or not (shares or self._late):
             return
         apart = {index: share.values for index, share in shares.items()}
         late = {index: self._layout.parameters[index].grad for index in self._late}
@@ -711,7 +748,7 @@ class SyncedBackward:
 
     def _shares(self) -> dict[int, Share]:
         """Bring this rank's sparse gradients into the form in which they travel."""
-        if self._adds_nothing:
+        if self._adds_nothing or not (self._layout.plan.sparse or self._aside):
             return {}
         parameters = self._layout.parameters
         # Those of earlier backwards as well: if another rank has added to one, all of it is reduced anew.

@@ -93,6 +93,8 @@ class BufferSync:
 
         ``with_forward`` also takes what is due around a forward.
         """
+        if not self._places:
+            return None
         due: set[Policy] = {"after_backward", *(k for k in self._every if (step + 1) % k == 0)}
         if self.due.is_put_off:
             due |= self.due.policies

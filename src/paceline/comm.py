@@ -20,11 +20,14 @@ from paceline.places import here
 from paceline.torch_private import backend_of, sequence_of, timeout_of
 from paceline.waiting import LOOK_PAUSE, STALL_SECONDS, Patience, Waiter, Waiting
 
+LINGER = timedelta(seconds=0.1)
 MOST_PAGES = 256  # sizes of messages whose memory is kept in mind
 
 
 class Pending:
     """A collective under way. ``wait()`` returns its tensor; on a GPU the stream waits, not the host."""
+
+    _work: Any = None
 
     def __init__(self, tensor: torch.Tensor, work: Any = None, patience: Patience | None = None) -> None:
         self._tensor = tensor
@@ -36,7 +39,7 @@ class Pending:
         if self._work is not None:
             try:
                 # Where the stream waits, the host does so only if it is told how long.
-                if self._patience is not None and self._tensor.device.type == "cpu":
+                if self._patience is not None and self._tensor.is_cpu and not self._work.is_completed():
                     wait_with(self._patience.begins, self._work, self._patience.pause)
                 else:
                     self._work.wait()
@@ -51,6 +54,20 @@ class Pending:
     def is_done(self) -> bool:
         """Tell whether ``wait()`` would return at once, or raise."""
         return self._work is None or bool(self._work.is_completed())
+
+    def linger(self) -> bool:
+        """Sleep until the collective has ended, but not for long; tell whether it has. ``wait()`` tells how.
+
+        Returns at once where the stream waits, and not the host.
+        """
+        work = self._work
+        if work is None or self._patience is None or not self._tensor.is_cpu or work.is_completed():
+            return self.is_done()
+        try:
+            work.wait(LINGER)
+        except RuntimeError:  # not yet, or broken
+            return self.is_done()
+        return True
 
     def advance(self) -> bool:
         """Wait for this collective and start the one that follows from it; tell whether there was one."""
@@ -70,6 +87,9 @@ class _Share(Pending):
 
     def is_done(self) -> bool:
         return self._gathered.is_done()
+
+    def linger(self) -> bool:
+        return self._gathered.linger()
 
 
 class Comm(ABC):
@@ -175,6 +195,7 @@ class GroupComm(Comm):
         self.seconds = timeout_of(group, _working_device(group))
         self.patience = Patience(self.rank, self.size, self.seconds)
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
+        self._factors: dict[torch.device, float] = {}
         self._pages: dict[tuple[int, torch.dtype], Pages] = {}
         self._sum_options = _options(dist.ReduceOp.SUM)
         self._mean_options = _options(dist.ReduceOp.AVG)
@@ -192,7 +213,11 @@ class GroupComm(Comm):
         return ranks
 
     def mean_factor(self, device: torch.device) -> float:
-        return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor
+        factor = self._factors.get(device)
+        if factor is None:
+            is_native = self._mean_is_native.get(device.type)
+            factor = self._factors[device] = 1.0 if is_native else 1 / self.divisor
+        return factor
 
     def started_on(self) -> int:
         return sequence_of(self.group)

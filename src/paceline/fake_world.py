@@ -45,6 +45,7 @@ class Seat(Place):
     is_pretended = True
 
     def __init__(self, rank: int, size: int, told: Told) -> None:
+        super().__init__()
         self.rank = rank
         self.size = size
         self.log: list[Collective] = []

@@ -9,12 +9,13 @@ import enum
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 _OPENING = struct.Struct("!Q8sIBdIH")
 _LENGTH = struct.Struct("!H")
 _CLOSING = struct.Struct("!?8I")
+_NO_PARTS = (0,) * 7
 
 
 class Kind(enum.IntEnum):
@@ -28,8 +29,7 @@ class Kind(enum.IntEnum):
     LEFT = 5  # not a backward: this rank has ended its loop
 
 
-@dataclass(frozen=True)
-class Opening:
+class Opening(NamedTuple):
     """Sent before the first bucket. A rank with a ``failure`` sends no bucket in this backward.
 
     ``terms`` stands for what else has to be the same: the hook and its settings. ``weight`` is what this
@@ -46,6 +46,11 @@ class Opening:
     told: Sequence[bytes] = ()
     failure: str = ""
     where: str = ""  # it raised
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a backward of no particular weight runs here, as it should."""
+        return self.kind is Kind.BACKWARD and self.weight is None and not self.failure
 
     def pack(self) -> bytes:
         weight = -1.0 if self.weight is None else self.weight
@@ -65,8 +70,7 @@ class Opening:
         return cls(step, digest, terms, Kind(kind), given, stepped, told, failure, where)
 
 
-@dataclass(frozen=True)
-class Closing:
+class Closing(NamedTuple):
     """Sent after the last bucket.
 
     ``trace`` stands for everything that this rank has sent so far, and in which order.
@@ -88,7 +92,14 @@ class Closing:
     buffers: bytes = b""
     told: Sequence[bytes] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to tell but the trace: every parameter got a gradient, all is well."""
+        return not (self.stuck or any(self[1:6]) or self.buffers or any(self.told))
+
     def pack(self) -> bytes:
+        if self.is_plain:
+            return _CLOSING.pack(False, self.trace, *_NO_PARTS)
         numbers = (_pack(self.arrival), _pack(self.late), _pack(self.sparse))
         parts = (self.used, *numbers, self.buffers, _pack_all(self.told), _encode(self.failure))
         return _CLOSING.pack(self.stuck, self.trace, *(len(part) for part in parts)) + b"".join(parts)
@@ -103,8 +114,7 @@ class Closing:
         return cls(trace, used, arrival, late, sparse, words, stuck, buffers, _unpack_all(told))
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """Sent when this rank is through with one collective of each bucket. ``more``: and has started others."""
 
     more: bool = False

@@ -46,6 +46,17 @@ def land(flights: Sequence[Flight]) -> None:
         flight.land()
 
 
+def linger(flights: Sequence[Flight]) -> None:
+    """Sleep while the buckets travel, as long as that is no longer than usual. No result is looked at.
+
+    What the ranks have to tell each other is there by then. To look out for it meanwhile would take the
+    processor from the threads that move the buckets.
+    """
+    for flight in flights:
+        if not flight.is_consumed and not flight.pending.linger():
+            return
+
+
 def _advance(flights: Sequence[Flight]) -> bool:
     """Start the next collective of every bucket that has one; tell whether any has."""
     return sum(flight.pending.advance() for flight in flights) > 0

@@ -60,6 +60,8 @@ class SameBatch(Rider):
 
     def _position(self) -> Draws | None:
         """Return where this rank is in the loader that it trains from; None if that cannot be told."""
+        if not self._drawn:
+            return None
         # A loader that was not there in the last step may be another one on each rank: it is not compared.
         known = [each for each in self._drawn if each.iterator in self._seen]
         fresh = [each for each in known if each.count != self._seen[each.iterator]]
@@ -70,10 +72,13 @@ class SameBatch(Rider):
 
     def _take_all(self) -> None:
         """Count from here."""
-        self._seen.update((each.iterator, each.count) for each in self._drawn)
+        if self._drawn:
+            self._seen.update((each.iterator, each.count) for each in self._drawn)
         self._used = 0
 
     def opened(self, step: int, told: Sequence[bytes], present: Sequence[int]) -> None:
+        if not any(told):
+            return
         draws = {rank: Draws.unpack(told[rank]) for rank in present if told[rank]}
         if len(draws) < len(present) or not draws:
             return  # some cannot say; nothing follows from that

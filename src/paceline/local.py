@@ -47,7 +47,7 @@ class LocalGradients:
 
     def forget_cleared(self) -> None:
         """Notice gradients that were dropped by zero_grad() before they were reduced."""
-        if self._before is None:
+        if self.indices and self._before is None:
             self.indices -= {index for index in self.indices if self._parameters[index].grad is None}
 
     # ---- weights ---------------------------------------------------------------------------------

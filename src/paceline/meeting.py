@@ -8,7 +8,7 @@ from paceline.plan import Plan
 from paceline.recorder import StepRecord
 from paceline.riders import Rider
 from paceline.tally import Tally, exhausted, peer_failed
-from paceline.weights import Share, share_of
+from paceline.weights import even_share, share_of
 from paceline.wiring import Wiring
 
 
@@ -25,9 +25,11 @@ class Meeting:
         self._plan = plan
         self._record = record
         self._unit: float | None = None
+        self._opening = Opening(record.step, b"")  # this rank's own
+        self._closing = Closing()
         self.step = record.step
-        self.active: Sequence[int] = range(wiring.comm.size)
-        self.share = Share(counted=self.active)
+        self.share = even_share(wiring.comm.size)
+        self.active = self.share.counted
         self.weights: Sequence[float | None] = ()  # as given on each rank
         self.is_settled = False  # nothing more is said: every rank knows why
         self._epoch = wiring.control.epoch
@@ -36,7 +38,7 @@ class Meeting:
 
     def open(self, opening: Opening, unit: float | None = None) -> None:
         """Tell the others that a backward starts here, or that it cannot. Does not wait for them."""
-        self._unit = unit
+        self._unit, self._opening = unit, opening
         self._wiring.control.post(self._wiring.topic(b"opening"), opening.pack())
 
     @property
@@ -49,14 +51,24 @@ class Meeting:
         plan.
         """
         since = self._record.waits()
-        openings = [Opening.unpack(frame) for frame in self._collect(b"opening", seconds)]
+        frames = self._collect(b"opening", seconds)
         self._record.has_waited(since)
-        self.step = max(opening.step for opening in openings)
         try:
+            if self._opening.is_plain and frames.count(frames[0]) == len(frames):
+                self._agree_with([self._opening] * len(frames))
+                return
+            openings = [Opening.unpack(frame) for frame in frames]
+            self.step = max(opening.step for opening in openings)
             self._compare(openings)
         except Exception:
             self.is_settled = True
             raise
+
+    def _agree_with(self, openings: Sequence[Opening]) -> None:
+        """Go on with ranks that have told the same, and nothing out of the ordinary."""
+        self.weights = [None] * len(openings)
+        if self._wiring.riders:
+            self._hand_to_riders(openings, self.active)
 
     def _compare(self, openings: Sequence[Opening]) -> None:
         failed = {rank: opening.failure for rank, opening in enumerate(openings) if opening.failure}
@@ -75,8 +87,11 @@ class Meeting:
         by_all = joining is not None and joining.divide_by == "initial"
         self.share = share_of(self._wiring.comm.rank, openings, self._unit, divide_by_all=by_all)
         present = [rank for rank, opening in enumerate(openings) if opening.kind is Kind.BACKWARD]
+        self._hand_to_riders(openings, present)
+
+    def _hand_to_riders(self, openings: Sequence[Opening], present: Sequence[int]) -> None:
         for rider, told in self._riders([opening.told for opening in openings]):
-            if joining is None or rider.is_for_join:
+            if self._wiring.joining is None or rider.is_for_join:
                 rider.opened(self.step, told, present)
 
     def _riders(self, told: Sequence[Sequence[bytes]]) -> Sequence[tuple[Rider, Sequence[bytes]]]:
@@ -148,10 +163,17 @@ class Meeting:
 
     # ---- after the last bucket -------------------------------------------------------------------
 
-    def close(self, closing: Closing, seconds: float | None = None) -> Tally:
-        """Tell the others what was used here, or what went wrong, and hear the same of them."""
-        frames = self.exchange(b"closing", closing.pack(), seconds)
-        return Tally([Closing.unpack(frame) for frame in frames], self._plan, self.step, self.share.counted)
+    def tell(self, closing: Closing) -> None:
+        """Tell the others what was used here, or what went wrong. Does not wait for them."""
+        self._closing = closing
+        self._wiring.control.post(self._wiring.topic(b"closing"), closing.pack())
+
+    def hear(self, seconds: float | None = None) -> Tally:
+        """Hear the same of them."""
+        frames = self._collect(b"closing", seconds)
+        is_plain = self._closing.is_plain and frames.count(frames[0]) == len(frames)
+        closings = [self._closing] * len(frames) if is_plain else [Closing.unpack(frame) for frame in frames]
+        return Tally(closings, self._plan, self.step, self.share.counted, is_plain=is_plain)
 
     def asks_to_drop(self, tally: Tally) -> bool:
         """Let the riders judge; tell whether one wants the step to be dropped. Raises on every rank alike."""

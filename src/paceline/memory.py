@@ -19,11 +19,19 @@ HUGE_NBYTES = 4 * 1024 * 1024  # below, declaring pages free costs more than the
 _CAN_DECLARE_FREE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MAP_PRIVATE")
 
 
+class _Lease(weakref.ref[memoryview]):
+    """A weak eye on what a tensor holds, and the pages below it."""
+
+    __slots__ = ("block",)
+    block: mmap.mmap
+
+
 class Pages:
     """The memory of one flat buffer, step after step."""
 
     def __init__(self) -> None:
         self._idle: mmap.mmap | None = None
+        self._leases: dict[int, _Lease] = {}  # a tensor of the last step may still be there
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor with arbitrary contents; its memory comes back here when the tensor dies."""
@@ -36,12 +44,15 @@ class Pages:
             if nbytes >= HUGE_NBYTES:
                 with contextlib.suppress(OSError):  # a kernel without huge pages
                     block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to look after
-        lease = memoryview(block)
-        weakref.finalize(lease, self._take_back, block).atexit = False
-        return torch.frombuffer(lease, dtype=dtype)
+        view = memoryview(block)
+        lease = _Lease(view, self._take_back)
+        lease.block = block
+        self._leases[id(lease)] = lease
+        return torch.frombuffer(view, dtype=dtype)
 
-    def _take_back(self, block: mmap.mmap) -> None:
+    def _take_back(self, lease: "_Lease") -> None:
         """Declare the pages free. Called when the last tensor on them has died, by the thread that let go."""
+        block = self._leases.pop(id(lease)).block
         if len(block) >= HUGE_NBYTES:
             block.madvise(mmap.MADV_FREE)
         self._idle = block

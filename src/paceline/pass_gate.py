@@ -52,6 +52,7 @@ class PassGate:
         self.passes = Passes()
         self.keeps_gradients = False  # what fails is a pass: the parameters' own gradients are none of it
         self._engine: Engine = weakref.proxy(engine)
+        self._if_alive = weakref.ref(engine)
 
     def note_forward(self) -> bool:
         """Hear that a forward begins; tell whether it is part of a pass of distributed autograd."""
@@ -144,12 +145,21 @@ class PassGate:
                 self._fail_pass(_never_ended())
             self.passes.opening.wait(LOOK_SECONDS)
 
-    def turn_of(self, context: int) -> contextlib.AbstractContextManager[object]:
-        """See PassListener."""
-        return self.passes.turn_of(context)
+    @contextlib.contextmanager
+    def turn_of(self, context: int) -> Iterator[object]:
+        """See PassListener. Keeps the engine, too: garbage may be collected while a pass runs."""
+        engine = self._if_alive()
+        with self.passes.turn_of(context):
+            yield engine
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._if_alive() is None
 
     def on_pass_begin(self, context: int) -> None:
         """See PassListener."""
+        if self._is_gone:
+            return
         self.passes.note_call(context)
         found = self.passes.get(context)
         reached = self._engine.parameters if found is not None and found.has_forward else ()
@@ -157,17 +167,19 @@ class PassGate:
 
     def on_pass_returned(self, context: int) -> None:
         """See PassListener."""
-        self.passes.check_reduced(context, self._engine.parameters)
+        if not self._is_gone:
+            self.passes.check_reduced(context, self._engine.parameters)
 
     def on_pass_left(self, context: int) -> None:
         """See PassListener."""
-        self.passes.note_return(context)
-        self._engine.on_backward_left()
+        if not self._is_gone:
+            self.passes.note_return(context)
+            self._engine.on_backward_left()
 
     def on_pass_failing(self, context: int, error: BaseException) -> None:
         """See PassListener: open, as failed, what was going to be opened."""
         found = self.passes.get(context)
-        if found is None or not found.is_due or found.is_closing:
+        if self._is_gone or found is None or not found.is_due or found.is_closing:
             return
         if self._engine.open_backward is not None and self.passes.present is not found:
             self.passes.give_way(found)  # to a backward of another thread
@@ -177,7 +189,7 @@ class PassGate:
     def on_pass_raised(self, context: int, error: BaseException) -> BaseException | None:
         """See PassListener: settle the matter with the other ranks, unless that has been done."""
         found = self.passes.get(context)
-        if found is None or found.is_closing:
+        if self._is_gone or found is None or found.is_closing:
             return None
         if found.is_due:
             if self.passes.present is found:

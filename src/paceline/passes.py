@@ -146,7 +146,7 @@ class Passes(Rider):
 
     def _known_or_new(self, number: int) -> Pass:
         for other in [n for n, each in self._known.copy().items() if n != number and not each.is_live]:
-            if self._known[other] is not self.present:
+            if self._known.get(other) is not self.present:  # another thread may do the same
                 self._known.pop(other, None)
         return self._known.setdefault(number, Pass(Context(number)))
 
@@ -178,7 +178,9 @@ class Passes(Rider):
         if called is not None and (found := self._known_or_new(called)).holds(first):
             return found
         holding = [each for each in self._known.copy().values() if each.holds(first)]
-        due = [e for e in holding if (e.is_due or e.is_called) and e is not self.present]
+        # A pass that has ended once, and is to come again, holds the gradients that it had then.
+        new = [each for each in holding if each is not self.present and each.has_changed(first)]
+        due = [each for each in new if each.is_due or each.is_called]
         if len(due) > 1 and came is not None and came.layout is torch.strided:
             # What comes fresh is put into its context as it is.
             due = [each for each in due if each.gradient_of(first).data_ptr() == came.data_ptr()] or due

@@ -20,6 +20,9 @@ class Place:
     comm: Any = None
     is_pretended = False  # one rank of a world that is not there: no other rank, no device, no values
 
+    def __init__(self) -> None:
+        self.items: dict[Any, tuple[weakref.ref[Any], ...]] = {}  # see ByPlace, which keeps its own here
+
     def over(self, group: Any) -> Any:
         """Return the comm over a process group, where this place has one of its own."""
         return None
@@ -54,35 +57,45 @@ def working_at(place: Place) -> Iterator[None]:
 
 
 class ByPlace(Generic[T]):
-    """A weak set for each place. An item belongs to the place of the thread that adds it."""
+    """Items by place, held weakly. An item belongs to the place of the thread that adds it.
+
+    They are asked for in every step and hardly ever change, so a change makes a new tuple, and who asks needs
+    no lock.
+    """
 
     def __init__(self) -> None:
-        self._sets: weakref.WeakKeyDictionary[Place, weakref.WeakSet[T]] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         self._lock = threading.RLock()  # the collector of garbage may discard while its thread is in here
 
     def add(self, item: T) -> None:
-        """Put an item into the set of this thread's place."""
+        """Put an item to this thread's place."""
         with self._lock:
-            self._sets.setdefault(here(), weakref.WeakSet()).add(item)
+            place = here()
+            self._places.add(place)
+            others = self._at(place, without=item)
+            place.items[self] = (*map(weakref.ref, others), weakref.ref(item))
 
     def discard(self, item: T) -> Place | None:
         """Take an item out, from whatever thread; return the place that it was at, if it was at any."""
         with self._lock:
-            for place, items in list(self._sets.items()):
-                if item in items:
-                    items.discard(item)
+            for place in list(self._places):
+                if any(other is item for other in self._at(place)):
+                    place.items[self] = tuple(map(weakref.ref, self._at(place, without=item)))
                     return place
         return None
 
     def here(self) -> list[T]:
         """Return the items of this thread's place."""
-        with self._lock:
-            return list(self._sets.get(here(), ()))
+        return self._at(here())
+
+    def _at(self, place: Place, without: T | None = None) -> list[T]:
+        found = [ref() for ref in place.items.get(self, ())]
+        return [item for item in found if item is not None and item is not without]
 
     def __bool__(self) -> bool:
         """Tell whether there is an item at any place."""
         with self._lock:
-            return any(len(items) for items in self._sets.values())
+            return any(self._at(place) for place in list(self._places))
 
 
 class Sentry(ABC, Generic[T]):

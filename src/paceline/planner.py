@@ -62,14 +62,16 @@ class Planner:
             self.plan_from_scratch()
             return
         self._take_saved_plan()
+        if not self._unused and not self._left_out:
+            return
         frozen = any(not self._parameters[index].requires_grad for index in self._unused)
         if not frozen and not any(parameter.requires_grad for parameter in self._left_out):
             return
         trainable = self._trainable()
         kept = [index for index in self.plan.members if index in set(trainable)]
         new = [index for index in reversed(trainable) if index not in set(kept)]
-        self._take(self._plan_for([*kept, *new]))
         self.is_guess = True
+        self._take(self._plan_for([*kept, *new]))
 
     def _trainable(self) -> list[int]:
         return [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
@@ -81,7 +83,7 @@ class Planner:
     def _take(self, plan: Plan) -> None:
         self.plan = plan
         self._recorder.plans(plan.digest)
-        self.layout = Layout(plan, self._parameters)
+        self.layout = Layout(plan, self._parameters, is_learned=not self.is_guess)
         planned = set(plan.members)
         self._left_out = [p for index, p in enumerate(self._parameters) if index not in planned]
         self._misses.clear()

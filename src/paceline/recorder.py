@@ -14,7 +14,6 @@ import torch
 
 from paceline.clocks import Clock
 from paceline.comm import Comm, Pending
-from paceline.hooks import FromTorch, Hook
 from paceline.stats import ClockName, Stats, Times, mean_of
 
 WINDOW = 100  # how many timed steps the means go over
@@ -150,7 +149,7 @@ class Recorder:
     def _is_timed(self, step: int) -> bool:
         if not self._clocks or (step >= ALWAYS_TIMED and step % self._every):
             return False
-        return all(clock.is_running() for clock in self._clocks)
+        return len(self._clocks) == 1 or all(clock.is_running() for clock in self._clocks)
 
     def _now(self) -> list[Any]:
         return [clock.now() for clock in self._clocks]
@@ -299,10 +298,3 @@ def check_rate(every: int) -> None:
     """Refuse what cannot be a rate of timed steps."""
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"every n-th step is timed, for a whole number n of 1 or more, got {every!r}")
-
-
-def is_counted(hook: Hook) -> bool:
-    """Tell whether a hook sends by the comm that it is given; one in torch's form has ways of its own."""
-    while (inner := getattr(hook, "inner", None)) is not None:
-        hook = inner
-    return not isinstance(hook, FromTorch)

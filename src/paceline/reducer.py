@@ -7,7 +7,6 @@ surrounds backward().
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ from paceline.pass_gate import PassGate
 from paceline.passes import Passes, Stage
 from paceline.plan import Caps, Plan, Wishes
 from paceline.planner import Planner
-from paceline.recorder import Recorder, is_counted
+from paceline.recorder import Recorder
 from paceline.riders import Rider
 from paceline.sharded import Part, leaf_of
 from paceline.shelf import Layout, Shelf
@@ -120,7 +119,12 @@ class Reducer:
             backward = self._backward
             if backward is None:
                 backward = self._open(index, outputs[0])
-            if outputs[0] is not None or not backward.has_seen(index):
+            if index not in backward.seen:
+                if index in backward.quiet:
+                    backward.seen[index] = None
+                else:
+                    backward.arrived(index)
+            elif outputs[0] is not None:
                 backward.arrived(index)
 
         if not isinstance(leaf, Part):
@@ -228,10 +232,11 @@ class Reducer:
     def open_now(self) -> SyncedBackward | LocalBackward:
         """Start a backward with its first gradient, of whatever pass it is."""
         backward: SyncedBackward | LocalBackward
-        self._local.note_backward(is_reduced=self.wants_sync)
+        is_reduced = self.wants_sync
+        self._local.note_backward(is_reduced=is_reduced)
         for rider in self._wiring.riders:
             rider.begins()
-        if self.wants_sync:
+        if is_reduced:
             hold = self.passes.present is not None or self._is_learning
             backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
         else:
@@ -261,6 +266,7 @@ class Reducer:
         failure: str = "",
         where: str = BACKWARD,
     ) -> SyncedBackward:
+        backward: SyncedBackward
         self.check_usable()
         if self._broken and not failure:
             failure = (
@@ -269,18 +275,16 @@ class Reducer:
         self._planner.notice_changes()
         self._local.forget_cleared()
         record = self.recorder.start(
-            self.step, in_backward=engine_watch.inside(), is_counted=is_counted(self._wiring.hook)
+            self.step, in_backward=engine_watch.inside(), is_counted=self._wiring.is_counted
         )
         local = self._local.indices if self.passes.present is None else set()
         parts = (self._wiring, self._planner.layout, record, local, self._held, self._tree)
         # While a failure is told, a pass may come on another thread: it is told to wait for its turn.
-        is_pass = self.passes.present is not None or bool(failure and agent_is_set())
-        make = (
-            functools.partial(SyncedPass, self.passes, self.gate.arrived_elsewhere)
-            if is_pass
-            else SyncedBackward
-        )
-        backward = self._backward = make(*parts)
+        if self.passes.present is not None or (failure and agent_is_set()):
+            backward = SyncedPass(self.passes, self.gate.arrived_elsewhere, *parts)
+        else:
+            backward = SyncedBackward(*parts)
+        self._backward = backward
         with self._noting:
             backward.open(
                 kind,
@@ -315,15 +319,17 @@ class Reducer:
         self._armed = not engine_watch.nested()
         if not self._armed:
             self.hurry()
-        if self._armed:
-            others = engine_watch.call_at_end(self)
-            for reducer in (*others, self) if others else ():
-                reducer.hurry()
-            if others and self._wiring.joining is not None:
-                raise RuntimeError(
-                    "join(): one backward reaches several models, and a rank that has run out of batches "
-                    "could not follow. Run one backward for each model, in the order given to join()"
-                )
+            return
+        others = engine_watch.call_at_end(self)
+        if not others:
+            return
+        for reducer in (*others, self):
+            reducer.hurry()
+        if self._wiring.joining is not None:
+            raise RuntimeError(
+                "join(): one backward reaches several models, and a rank that has run out of batches "
+                "could not follow. Run one backward for each model, in the order given to join()"
+            )
 
     def hurry(self) -> None:
         """Put nothing off: several replicas in one backward have to send in the same order on every rank."""
@@ -350,8 +356,11 @@ class Reducer:
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
         if isinstance(self._backward, SyncedBackward):
-            with self.gate.settling(), self.passes.lent(self._parameters):
+            if self.passes.present is None:
                 self._finish(self._backward)
+            else:
+                with self.gate.settling(), self.passes.lent(self._parameters):
+                    self._finish(self._backward)
             self.passes.end(Stage.AGREED)
         elif self._backward is not None:
             self._backward.finish()

@@ -67,6 +67,7 @@ class Player(Place):
     comm: ThreadComm
 
     def __init__(self, hub: Hub, comm: ThreadComm, call: Callable[[World], Any]) -> None:
+        super().__init__()
         self.comm = comm
         self.rank = comm.rank
         self.result: Any = None

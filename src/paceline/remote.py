@@ -5,7 +5,7 @@ the ranks have agreed on is written back into it.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -52,6 +52,7 @@ class Context:
                 for parameter in parameters:
                     if parameter in theirs:
                         _write(theirs[parameter], parameter.grad)
+            _finish({gradient.device for gradient in theirs.values()})
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
@@ -62,6 +63,13 @@ def _write(gradient: torch.Tensor, value: torch.Tensor | None) -> None:
         gradient.zero_()
     elif value is not gradient:
         gradient.copy_(value)
+
+
+def _finish(devices: Iterable[torch.device]) -> None:
+    """Wait for what was written on GPUs: who reads on another stream waits only for what a pass computes."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def refuse_context(name: str) -> None:

@@ -134,6 +134,7 @@ class Shelf:
             )
 
 
+LISTEN_EVERY = 8  # so often at least, a gradient's arrival is an occasion to see what can be sent
 NOWHERE = (-1, None)
 APART = (-2, None)  # sparse: it has no slot
 
@@ -148,9 +149,9 @@ class Parcel:
 
 
 class Layout:
-    """A plan laid over the real parameters."""
+    """A plan laid over the real parameters. ``is_learned``: it follows the order in which gradients come."""
 
-    def __init__(self, plan: Plan, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, plan: Plan, parameters: Sequence[torch.Tensor], *, is_learned: bool = False) -> None:
         self.plan = plan
         self.parameters = parameters
         self.shelves = [Shelf(plan, bucket, parameters) for bucket in plan.buckets]
@@ -162,10 +163,23 @@ class Layout:
             for position, index in enumerate(shelf.indices)
         }
         self.route |= dict.fromkeys(plan.sparse, APART)
+        # By bucket, the parameters whose arrival is noted, and nothing else done. Only where the order is
+        # known: the last one of a bucket must not be among them.
+        self.quiet_in = [self._quiet_in(shelf) if is_learned else frozenset() for shelf in self.shelves]
+        self.quiet: frozenset[int] = frozenset().union(*self.quiet_in)
+        self.heard_counts = [
+            len(shelf.indices) - len(quiet) for shelf, quiet in zip(self.shelves, self.quiet_in, strict=True)
+        ]
         self._parcels: dict[tuple[int, ...], list[Parcel]] = {}
         self._positions = {
             index: position for shelf in self.shelves for position, index in enumerate(shelf.indices)
         }
+
+    def _quiet_in(self, shelf: Shelf) -> frozenset[int]:
+        arrival = {index: number for number, index in enumerate(self.plan.basis)}
+        expected = sorted(shelf.indices, key=lambda index: arrival[index])
+        heard = {expected[-1], *expected[::LISTEN_EVERY]}
+        return frozenset(i for i in expected if i not in heard and self.route[i][1] is None)
 
     def places_of(self, indices: tuple[int, ...]) -> Sequence[Parcel]:
         """Sort parameters that always come together by their buckets."""
@@ -190,7 +204,7 @@ class Packet:
 
     def __init__(self, shelf: Shelf, scale: float) -> None:
         self.shelf = shelf
-        self._scale = scale
+        self.scale = scale
         self._taken: set[int] = set()
         self._is_patchy = False  # some of the small ones have been taken, too
         self._flat: torch.Tensor | None = None
@@ -213,7 +227,7 @@ class Packet:
         if position in self._taken:
             view = self.views[position]
             if gradient is not view:
-                view.add_(gradient.detach(), alpha=self._scale)
+                view.add_(gradient.detach(), alpha=self.scale)
         # What is odd stays where it is until the bucket is full.
         elif not shelf.fits(gradient) or shelf.is_resident(position, gradient):
             return
@@ -264,7 +278,7 @@ class Packet:
         gradients = [parameter.grad for parameter in self.shelf.parameters]
         for position in self._taken:
             gradients[position] = None
-        missing = []
+        missing: list[int] = []
         if NoneType in map(type, gradients):
             missing = [i for i, g in enumerate(gradients) if g is None and i not in self._taken]
         if in_place and not missing and not self._taken and self._adopt(gradients):
@@ -274,7 +288,7 @@ class Packet:
         elif self.shelf.on_cpu:
             self._copy_on_cpu(gradients, missing)
         else:
-            self._copy_at_once(gradients)
+            self._copy_at_once(gradients, missing)
         return missing
 
     def set_aside_sparse(self) -> dict[int, torch.Tensor]:
@@ -302,28 +316,29 @@ class Packet:
         flat = self.shelf.resident(gradients)
         if flat is None:
             return False
-        self._flat = flat if self._scale == 1 else flat.mul_(self._scale)
+        self._flat = flat if self.scale == 1 else flat.mul_(self.scale)
         self.views = [gradient for gradient in gradients if gradient is not None]
         return True
 
-    def _copy_at_once(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _copy_at_once(self, gradients: list[torch.Tensor | None], missing: Sequence[int]) -> None:
         """Copy by one operator for the whole bucket, and scale by another where that is needed."""
         shelf = self.shelf
         if shelf.is_plain and len(gradients) > 1:  # of one tensor, flatten makes no copy but a view
             pairs = zip(gradients, shelf.parameters, strict=True)
-            self._flat = shelf.flatten([torch.zeros_like(p) if g is None else g for g, p in pairs])
+            dense = [torch.zeros_like(p) if g is None else g for g, p in pairs] if missing else gradients
+            self._flat = shelf.flatten(dense)  # type: ignore[arg-type] # nothing is missing
             self.views = shelf.views(self._flat)
         else:
             self._start()
             self._copy_from(0, gradients)
-        if self._scale != 1:
-            self.flat.mul_(self._scale)
+        if self.scale != 1:
+            self.flat.mul_(self.scale)
 
     def _copy_on_cpu(self, gradients: list[torch.Tensor | None], missing: Sequence[int]) -> None:
         """Copy the large ones that were not taken one by one, and the small ones together."""
         shelf, large = self.shelf, self.shelf.large
         if not large and shelf.is_plain and not missing and shelf.bucket.nbytes < MODEST_NBYTES:
-            self._copy_at_once(gradients)
+            self._copy_at_once(gradients, missing)
             return
         if self._flat is None:
             self._start()
@@ -336,8 +351,8 @@ class Packet:
                 self.views[position].zero_()
         if large < len(gradients):
             self._copy_from(large, gradients[large:])
-            if self._scale != 1:
-                self.flat[shelf.large_numel :].mul_(self._scale)
+            if self.scale != 1:
+                self.flat[shelf.large_numel :].mul_(self.scale)
 
     def _copy_rest(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> None:
         """Copy what was not taken, with zeros for what does not exist."""
@@ -375,11 +390,11 @@ class Packet:
                 small.append(gradient)
         if views:
             torch._foreach_copy_(views, small)
-            if self._scale != 1:
-                torch._foreach_mul_(views, self._scale)
+            if self.scale != 1:
+                torch._foreach_mul_(views, self.scale)
 
     def _put(self, position: int, gradient: torch.Tensor) -> None:
-        if self._scale == 1:
+        if self.scale == 1:
             self.views[position].copy_(gradient)
         else:
-            torch.mul(gradient.detach(), self._scale, out=self.views[position])
+            torch.mul(gradient.detach(), self.scale, out=self.views[position])

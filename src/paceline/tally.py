@@ -34,14 +34,26 @@ class Rows:
     came_dense: bool = False
 
 
-@dataclass(frozen=True)
-class Tally:
-    """The closing frames of one backward, by rank."""
+NOTHING_NEW = Outcome()
 
-    closings: Sequence[Closing]
-    plan: Plan
-    step: int
-    active: Sequence[int]  # the ranks that had a batch
+
+class Tally:
+    """The closing frames of one backward, by rank. ``is_plain``: none has anything to tell."""
+
+    def __init__(
+        self,
+        closings: Sequence[Closing],
+        plan: Plan,
+        step: int,
+        active: Sequence[int],
+        *,
+        is_plain: bool = False,
+    ) -> None:
+        self.closings = closings
+        self.plan = plan
+        self.step = step
+        self.active = active  # the ranks that had a batch
+        self.is_plain = is_plain
 
     @cached_property
     def failed(self) -> dict[int, str]:
@@ -75,6 +87,8 @@ class Tally:
     @cached_property
     def outcome(self) -> Outcome:
         """What there is to learn for the next backwards."""
+        if self.is_plain:
+            return NOTHING_NEW
         everywhere = (index for index, ranks in self.missing.items() if len(ranks) == len(self.closings))
         sparse = frozenset(index for told in self.rows for index in told)
         return Outcome(

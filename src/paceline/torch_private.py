@@ -185,12 +185,18 @@ def take_over_localizing(module: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 def agent_is_set() -> bool:
     """Tell whether this process takes part in RPC, without which there is no distributed autograd."""
+    return bool(_agent_probe()())
+
+
+@cache
+def _agent_probe() -> Callable[[], bool]:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.rpc.is_available():
-        return False
+        return bool  # of nothing: False
     rpc: Any = dist.rpc
-    return bool(rpc._is_current_rpc_agent_set())
+    probe: Callable[[], bool] = rpc._is_current_rpc_agent_set
+    return probe
 
 
 def context_number() -> int | None:
@@ -508,7 +514,8 @@ class _EngineWatch(Sentry[Any]):
 
     def in_order(self) -> list[Any]:
         """Return the listeners of this place, in the order of their names: the same on every rank."""
-        return sorted(self._items.here(), key=_name_of)
+        listeners = self._items.here()
+        return sorted(listeners, key=_name_of) if len(listeners) > 1 else listeners
 
     @staticmethod
     def inside() -> bool:
@@ -529,7 +536,7 @@ class _EngineWatch(Sentry[Any]):
             return self._entry(outputs, *args, **kwargs)
         listeners = self.in_order()
         makes_graph, inputs = args[2:4] if len(args) > 3 else (False, ())
-        leaves = cache(lambda: {id(tensor) for tensor in inputs} if inputs else leaves_below(outputs))
+        leaves = _Leaves(outputs, inputs)
         try:
             for listener in listeners:
                 listener.on_backward_begin(leaves)
@@ -560,6 +567,21 @@ class _EngineWatch(Sentry[Any]):
             if not self._depth.value:
                 for listener in self._items.here():
                     listener.on_nested_end()
+
+
+class _Leaves:
+    """The ids of the tensors whose gradient a backward computes, found out when somebody asks."""
+
+    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        self._outputs = outputs
+        self._inputs = inputs
+        self._found: set[int] | None = None
+
+    def __call__(self) -> set[int]:
+        if self._found is None:
+            inputs = self._inputs
+            self._found = {id(tensor) for tensor in inputs} if inputs else leaves_below(self._outputs)
+        return self._found
 
 
 def _keeping_compiled_autograd_out(
@@ -706,6 +728,8 @@ class _LoaderWatch(threading.local):
 
     def drawn(self) -> list[Drawn]:
         """Return what was drawn from each iterator that is still there."""
+        if not self._draws:
+            return []
         return [Drawn(iterator, *told) for iterator, told in list(self._counts.items())]
 
 

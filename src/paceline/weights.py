@@ -14,6 +14,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from paceline.errors import RanksDisagree, name_ranks, name_some
@@ -81,6 +82,12 @@ class Share:
     factor: float = 1.0  # what this rank multiplies its gradients by before the mean over all ranks
     scale: float = 1.0  # the part of it that is the same on every rank
     counted: Sequence[int] = ()  # the ranks whose gradients count
+
+
+@cache
+def even_share(size: int) -> Share:
+    """Return the share of a rank among ranks that all have a batch, and have given no weight."""
+    return Share(counted=range(size))
 
 
 def share_of(

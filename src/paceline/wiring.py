@@ -12,7 +12,7 @@ from paceline.across import Across
 from paceline.buffers import BufferSync
 from paceline.comm import Comm
 from paceline.control import Control
-from paceline.hooks import Hook, average, name_of
+from paceline.hooks import Hook, average, name_of, sends_by_comm
 from paceline.riders import Rider
 
 Unused = Literal["allow", "error"]
@@ -49,7 +49,16 @@ class Wiring:
 
     def scale_on(self, device: torch.device) -> float:
         """Return the factor that copying a gradient folds in: the mean's, if the hook is the plain mean."""
-        return self.comm.mean_factor(device) if self.hook is average and not self.deterministic else 1.0
+        return self.comm.mean_factor(device) if self._folds_mean else 1.0
+
+    @cached_property
+    def is_counted(self) -> bool:
+        """Whether the hook sends by the comm that it is given, where it can be counted."""
+        return sends_by_comm(self.hook)
+
+    @cached_property
+    def _folds_mean(self) -> bool:
+        return self.hook is average and not self.deterministic
 
     @property
     def title(self) -> str:
@@ -58,7 +67,14 @@ class Wiring:
 
     def topic(self, kind: bytes) -> bytes:
         """Name a kind of frame of this replica."""
-        return self.name + b"." + kind
+        topic = self._topics.get(kind)
+        if topic is None:
+            topic = self._topics[kind] = self.name + b"." + kind
+        return topic
+
+    @cached_property
+    def _topics(self) -> dict[bytes, bytes]:
+        return {}
 
     @cached_property
     def terms(self) -> list[str]:

@@ -88,16 +88,19 @@ class MailboxControl(SocketControl):
         self._spin_seconds = SPIN_SECONDS if len(os.sched_getaffinity(0)) >= size else 0.0
 
     def _send(self, message: bytes) -> None:
-        starts = range(0, max(1, len(message)), PART_NBYTES)
-        for start in starts:
-            number = self._mine.written
-            for peer, box in self._boxes.items():
+        while len(message) > PART_NBYTES:
+            self._send_part(message[:PART_NBYTES], more=True)
+            message = message[PART_NBYTES:]
+        self._send_part(message, more=False)
+
+    def _send_part(self, part: bytes, *, more: bool) -> None:
+        number = self._mine.written
+        for peer, box in self._boxes.items():
+            if number - box.has_read(self._rank) >= SLOTS:
                 self._wait_for_room(peer, partial(self._has_room, box, number))
-            self._mine.write(number, message[start : start + PART_NBYTES], more=start != starts[-1])
+        self._mine.write(number, part, more=more)
 
     def _wait_for_room(self, peer: int, has_room: Callable[[], bool]) -> None:
-        if has_room():
-            return
         now = time.monotonic()
         try:
             self._wait(peer, has_room, now, now + ROOM_SECONDS)
@@ -118,6 +121,8 @@ class MailboxControl(SocketControl):
         return number - box.has_read(self._rank) < SLOTS
 
     def _drain(self, rank: int, box: deque[bytes]) -> bool:
+        if self._boxes[rank].written <= self._read[rank]:
+            return bool(box)
         while not box and (message := self._next_message(rank)) is not None:
             self._keep(rank, *unpack(message))
         return bool(box)
@@ -140,10 +145,12 @@ class MailboxControl(SocketControl):
             part, more = self._boxes[rank].read(self._read[rank])
             self._read[rank] += 1
             self._mine.note_read(rank, self._read[rank])
-            self._parts[rank] += part
-            if not more:
-                message, self._parts[rank] = self._parts[rank], b""
-                return message
+            if more or self._parts[rank]:
+                self._parts[rank] += part
+                if more:
+                    continue
+                part, self._parts[rank] = self._parts[rank], b""
+            return part
         return None
 
     def _wait(self, rank: int, done: Callable[[], bool], began: float, until: float) -> None:

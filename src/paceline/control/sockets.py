@@ -36,7 +36,7 @@ class SocketControl(Control):
         super().__init__()
         self._rank = rank
         self._links = links
-        self._inbox: dict[tuple[int, Topic], deque[bytes]] = {}
+        self._inbox: dict[Topic, Sequence[deque[bytes]]] = {}  # what has come, by rank
         self._pollers = {peer: _poller(link) for peer, link in links.items()}
         self._heard = [0] * (len(links) + 1)  # frames of each rank, this one included, in this epoch
         self._waits = 0
@@ -65,8 +65,11 @@ class SocketControl(Control):
     def _has_sent(self, rank: int) -> bool:
         return bool(self._pollers[rank].poll(0))
 
-    def _boxes_of(self, topic: Topic) -> list[deque[bytes]]:
-        return [self._inbox.setdefault((rank, topic), deque()) for rank in range(len(self._links) + 1)]
+    def _boxes_of(self, topic: Topic) -> Sequence[deque[bytes]]:
+        boxes = self._inbox.get(topic)
+        if boxes is None:
+            boxes = self._inbox.setdefault(topic, [deque() for _ in self._heard])
+        return boxes
 
     def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
         if self._refusal is not None:
@@ -169,7 +172,8 @@ class SocketControl(Control):
         """Raise if the exchanges were given up, and let the others know where the new ones begin."""
         if (refusal := self._refusal) is not None:
             self._refusal = None
-            self._inbox = {key: box for key, box in self._inbox.items() if key[0] != self._rank}
+            for boxes in self._inbox.values():
+                boxes[self._rank].clear()
             self._heard[self._rank] = 0
             self._send(self._parting)
             raise refusal
@@ -195,7 +199,7 @@ class SocketControl(Control):
             self._on_given_up(rank, frame)
         elif rank not in self._behind:
             self._heard[rank] += 1
-            self._inbox.setdefault((rank, topic), deque()).append(frame)
+            self._boxes_of(topic)[rank].append(frame)
 
 
 def this_host() -> str:

@@ -13,7 +13,7 @@ from paceline.hooks.local_sgd import local_sgd
 from paceline.hooks.powersgd import powersgd
 from paceline.hooks.quantized import quantized
 from paceline.hooks.staged import Staged, Stages
-from paceline.hooks.torch_form import FromTorch
+from paceline.hooks.torch_form import FromTorch, sends_by_comm
 
 __all__ = [
     "FromTorch",
@@ -33,6 +33,7 @@ __all__ = [
     "noop",
     "powersgd",
     "quantized",
+    "sends_by_comm",
     "surely",
     "total",
     "way_of",

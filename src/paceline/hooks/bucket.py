@@ -11,9 +11,9 @@ from paceline.comm import Comm, Pending
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class GradBucket:
-    """One bucket on its way out: this rank's gradients, flat, and who they belong to.
+    """One bucket on its way out: this rank's gradients, flat, and who they belong to. Not to be written to.
 
     ``is_scaled``: they were multiplied by ``comm.mean_factor()`` when they were copied, so that a sum is a
     mean. Only ``average`` ever sees such a bucket.

@@ -162,6 +162,9 @@ class _CastBack(Pending):
     def advance(self) -> bool:
         return self._inner.advance()
 
+    def linger(self) -> bool:
+        return self._inner.linger()
+
     def wait(self) -> torch.Tensor:
         if not self._is_back:
             self._target.copy_(self._inner.wait().view_as(self._target))

@@ -127,6 +127,9 @@ class _Mean(Pending):
         self._bucket = bucket
         self._divisor = divisor
 
+    def linger(self) -> bool:
+        return self._gathered is None or self._gathered.linger()
+
     def wait(self) -> torch.Tensor:
         if self._gathered is not None:
             numbers = _reals(self._bucket.flat)

@@ -40,6 +40,9 @@ class Staged(Pending):
     def is_done(self) -> bool:
         return self._result is not None or self._current.is_done()
 
+    def linger(self) -> bool:
+        return self._result is not None or self._current.linger()
+
     def wait(self) -> torch.Tensor:
         while self.advance():
             pass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.comm import Comm, Pending
-from paceline.hooks.bucket import GradBucket
+from paceline.hooks.bucket import GradBucket, Hook
 from paceline.hooks.checks import odd_signature
 from paceline.torch_private import CFuture
 
@@ -139,3 +139,10 @@ def _hints(hook: Any) -> dict[str, Any]:
 
 def _name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def sends_by_comm(hook: Hook) -> bool:
+    """Tell whether a hook sends by the comm that it is given; one in torch's form has ways of its own."""
+    while (inner := getattr(hook, "inner", None)) is not None:
+        hook = inner
+    return not isinstance(hook, FromTorch)
