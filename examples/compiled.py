@@ -45,7 +45,7 @@ def main() -> None:
     with paceline.world() as world:
         torch.manual_seed(0)
         model = nn.Sequential(*(Block() for _ in range(4)))
-        paceline.replicate(model)  # <- before or after torch.compile(), in either order
+        paceline.replicate(model, bucket_mb=1)  # <- before or after torch.compile(), in either order
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         start = time.monotonic()
         paceline.replica(model).warmup(batch(world.rank, 0)[0], forward=compiled)  # <- all compile, then meet

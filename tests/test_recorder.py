@@ -5,8 +5,8 @@ import torch
 
 from paceline.clocks import CudaClock, HostClock, clocks_for
 from paceline.comm import SoloComm
-from paceline.hooks import FromTorch, average, in_dtype
-from paceline.recorder import CountedComm, Recorder, StepRecord, is_counted
+from paceline.hooks import FromTorch, average, in_dtype, sends_by_comm
+from paceline.recorder import CountedComm, Recorder, StepRecord
 from paceline.stats import Stats, Times, mean_of
 
 
@@ -191,10 +191,10 @@ def test_hooks_in_torchs_form_are_those_that_send_by_themselves():
     def hook(state, bucket):
         return torch.futures.Future()
 
-    assert is_counted(average)
-    assert is_counted(in_dtype(torch.bfloat16, average))
-    assert not is_counted(FromTorch(None, hook))
-    assert not is_counted(in_dtype(torch.bfloat16, FromTorch(None, hook)))
+    assert sends_by_comm(average)
+    assert sends_by_comm(in_dtype(torch.bfloat16, average))
+    assert not sends_by_comm(FromTorch(None, hook))
+    assert not sends_by_comm(in_dtype(torch.bfloat16, FromTorch(None, hook)))
 
 
 def test_collectives_and_bytes_are_counted(recorder, hand):

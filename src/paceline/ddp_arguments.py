@@ -47,7 +47,7 @@ def caps_from(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
         raise ValueError(f"give bucket_cap_mb ({cap_mb}) or bucket_cap_mb_list ({list(caps_mb)}), not both")
     if caps_mb is not None:
         return Caps.of_mib(caps_mb)
-    return Caps() if cap_mb is None else Caps.of_mib([cap_mb])
+    return Caps(is_first_free=True) if cap_mb is None else Caps.of_mib([cap_mb])
 
 
 def single_device(

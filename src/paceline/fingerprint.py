@@ -76,7 +76,7 @@ class Prints:
         if device.type != "cuda":
             self._parts.append(prints.cpu())
             return
-        host = torch.empty(prints.shape, dtype=prints.dtype, pin_memory=True)
+        host = torch.empty(prints.shape, dtype=prints.dtype, pin_memory=True, device="cpu")
         host.copy_(prints, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))

@@ -37,7 +37,7 @@ class Pages:
         """Return a flat tensor with arbitrary contents; its memory comes back here when the tensor dies."""
         nbytes = numel * dtype.itemsize
         if nbytes < WORTHWHILE_NBYTES or not _CAN_DECLARE_FREE:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         block, self._idle = self._idle, None
         if block is None:
             block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

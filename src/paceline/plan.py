@@ -12,6 +12,7 @@ compiled and simulated runs, and every rank, work from the same plan.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 
 MIB = 1024 * 1024
+FEW_NBYTES = 4 * MIB  # of gradients altogether: not worth to be cut
 SMALL_NBYTES = 64 * 1024  # gradients below are cheaper to copy together than one by one
 
 
@@ -46,10 +48,13 @@ class Spec:
 class Caps:
     """How large buckets may get, in bytes: the first ones in order, the last one for all the rest.
 
-    A parameter larger than the cap still travels, in a bucket of its own.
+    A parameter larger than the cap still travels, in a bucket of its own. Gradients of one device and dtype
+    that are no more than ``together`` bytes travel as one bucket, whatever the caps.
     """
 
     nbytes: tuple[int, ...] = (1 * MIB, 25 * MIB)
+    together: int = 0
+    is_first_free: bool = field(default=False, compare=False)  # nobody has asked for a first size
 
     def __post_init__(self) -> None:
         if not self.nbytes or any(cap <= 0 for cap in self.nbytes):
@@ -68,8 +73,13 @@ class Caps:
     def of_sizes(cls, rest: float | Sequence[float], first: float | None = None) -> "Caps":
         """Take one size in MiB, or a list of them; the first bucket's is 1 at most if it is not said."""
         if isinstance(rest, int | float):
-            return cls.of_mib([min(1, rest) if first is None else first, rest])
+            caps = cls.of_mib([min(1, rest) if first is None else first, rest])
+            return replace(caps, is_first_free=first is None)
         return cls.of_mib(rest if first is None else [first, *rest])
+
+    def on_one_machine(self) -> "Caps":
+        """Return caps for ranks that share a machine, where one more message costs more than it can hide."""
+        return replace(self, together=min(FEW_NBYTES, self.nbytes[-1])) if self.is_first_free else self
 
     def __getitem__(self, index: int) -> int:
         return self.nbytes[min(index, len(self.nbytes) - 1)]
@@ -245,12 +255,16 @@ def _cut(specs: Sequence[Spec], caps: Caps, order: Sequence[int]) -> Iterator[li
     """Yield groups of (position in the order, parameter), each to become a bucket."""
     open_groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, int]]] = {}
     filled: dict[tuple[torch.device, torch.dtype], int] = {}
+    whole: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for parameter in order:
+        whole[specs[parameter].device, specs[parameter].dtype] += specs[parameter].nbytes
     closed: dict[tuple[torch.device, torch.dtype], int] = {}
     for position, parameter in enumerate(order):
         spec = specs[parameter]
         kind = (spec.device, spec.dtype)
         group = open_groups.setdefault(kind, [])
-        if group and filled[kind] + spec.nbytes > caps[closed.get(kind, 0)]:
+        cap = max(caps[closed.get(kind, 0)], caps.together if whole[kind] <= caps.together else 0)
+        if group and filled[kind] + spec.nbytes > cap:
             yield group
             closed[kind] = closed.get(kind, 0) + 1
             group = open_groups[kind] = []

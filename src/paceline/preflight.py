@@ -306,7 +306,7 @@ def _values(rank: int, length: int, salt: int) -> torch.Tensor:
 
     Small whole numbers, whose sum over any number of ranks is exact in whatever order it is taken.
     """
-    return ((torch.arange(length) * 7 + rank * 31 + salt * 53) % 251).float()
+    return ((torch.arange(length, device="cpu") * 7 + rank * 31 + salt * 53) % 251).float()
 
 
 def _message(rank: int) -> bytes:

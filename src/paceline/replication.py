@@ -102,6 +102,8 @@ class Replica:
         self.name = control.new_name() if original is None else original._name_of_copy()
         self._copies = 0
         wishes = wishes_for(module, watched, settings)
+        if control.is_local:
+            settings = dataclasses.replace(settings, caps=settings.caps.on_one_machine())
         self.comm = comm
         self.settings = settings
         self._module = weakref.ref(module)
@@ -358,6 +360,8 @@ class Replica:
         Compiled code stays as it is.
         """
         caps = Caps.of_sizes(bucket_mb, first_bucket_mb)
+        if control_over(self.comm).is_local:
+            caps = caps.on_one_machine()
         self.settings = dataclasses.replace(self.settings, caps=caps)
         if self.reducer is not None:
             self.reducer.set_caps(caps)

@@ -45,7 +45,8 @@ class Share:
         # Said aloud, because torch 2.11 warns of checks that are off without anybody having said so.
         invariants: Any = torch.sparse.check_sparse_tensor_invariants
         with invariants(enable=False):
-            return torch.sparse_coo_tensor(indices.unsqueeze(0), values, self._parameter.shape).coalesce()
+            flat, shape = indices.unsqueeze(0), self._parameter.shape
+            return torch.sparse_coo_tensor(flat, values, shape, device=values.device).coalesce()
 
 
 def gather_rows(

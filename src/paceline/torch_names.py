@@ -34,7 +34,8 @@ class ReducerFace:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """Count, for each parameter, the ranks that used it in the last backward."""
-        return torch.tensor(self._engine.uses() if self._engine else [], dtype=torch.int32)
+        uses = self._engine.uses() if self._engine else []
+        return torch.tensor(uses, dtype=torch.int32, device="cpu")
 
     def _ddp_graph_static(self) -> bool:
         """Tell whether all backwards so far have used the same parameters."""

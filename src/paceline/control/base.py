@@ -15,6 +15,7 @@ class Control(ABC):
     """Frames among all ranks of a comm."""
 
     posts_alone = False  # post() needs no other rank, not even later
+    is_local = False  # all ranks are on this machine
     label = b""  # the same on all ranks, different for each group
     desk: Desk | None = None  # where the ranks report what they do
     epoch = 0  # how often all ranks have dropped every exchange that was under way

@@ -2,15 +2,16 @@
 
     mailbox of rank r      written by r, read by all the others
 
-    [ frames written | frames of rank 0 read | of rank 1 | ... ][ slot 0 ][ slot 1 ] ... [ slot 63 ]
-      one cache line each                                        length, whether there is more, message
+    [ frames written, sleeps | frames of rank 0 read | of rank 1 | ... ][ slot 0 ][ slot 1 ] ... [ slot 63 ]
+      one cache line each                                                length, if there is more, message
 
 No system call in the usual case, in which a frame is there before it is looked for. A peer that is late is
-waited for by looking again, then by yielding, then by sleeping; the socket beside the mailbox tells whether
-it still lives. A message that is too long for a slot goes through the socket. Plain stores are seen in
-order only on x86, so elsewhere the sockets do it all.
+waited for by looking again for a moment, then by sleeping on the socket beside the mailbox: whoever writes to
+a rank that sleeps sends a byte after it, and the socket also tells whether a peer still lives. Plain stores
+are seen in order only on x86, so elsewhere the sockets do it all.
 """
 
+import contextlib
 import mmap
 import os
 import platform
@@ -32,7 +33,8 @@ SLOT_NBYTES = 2048
 LINE_WORDS = 8  # a cache line, in words of eight bytes
 _ENTRY = struct.Struct("!I?")
 PART_NBYTES = SLOT_NBYTES - _ENTRY.size
-SPIN_SECONDS = 150e-6
+SPIN_SECONDS = 30e-6
+NAP_MILLISECONDS = 2  # a rank may write in the very moment in which this one lies down, and not wake it
 ROOM_SECONDS = 1800.0  # how long a rank may leave 64 frames unread
 
 
@@ -50,6 +52,15 @@ class Mailbox:
     def written(self) -> int:
         """How many frames the owner has written."""
         return self._words[0]
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the owner wants to be woken."""
+        return bool(self._words[1])
+
+    @sleeps.setter
+    def sleeps(self, value: bool) -> None:
+        self._words[1] = value
 
     def has_read(self, rank: int) -> int:
         """Return how many frames of another rank the owner has read."""
@@ -84,6 +95,7 @@ class MailboxControl(SocketControl):
         self._read = dict.fromkeys(links, 0)
         self._parts = dict.fromkeys(links, b"")
         self._hangups = {peer: _hangup_poller(link) for peer, link in links.items()}
+        self._beds = {peer: _hangup_poller(link, select.POLLIN) for peer, link in links.items()}
         # With more ranks than cores, whoever spins keeps the one that is waited for from running.
         self._spin_seconds = SPIN_SECONDS if len(os.sched_getaffinity(0)) >= size else 0.0
 
@@ -99,6 +111,9 @@ class MailboxControl(SocketControl):
             if number - box.has_read(self._rank) >= SLOTS:
                 self._wait_for_room(peer, partial(self._has_room, box, number))
         self._mine.write(number, part, more=more)
+        for peer, box in self._boxes.items():
+            if box.sleeps:
+                _wake(self._links[peer])
 
     def _wait_for_room(self, peer: int, has_room: Callable[[], bool]) -> None:
         now = time.monotonic()
@@ -158,18 +173,36 @@ class MailboxControl(SocketControl):
         while not done():
             now = time.monotonic()
             if now - began < self._spin_seconds:
-                os.sched_yield()
-            elif self._hangups[rank].poll(0) and not done():
-                raise gone(rank)
-            elif now > until:
+                continue  # who yields on a busy machine comes back after somebody's whole time slice
+            if now > until:
                 raise TimeoutError
-            else:
-                time.sleep(_nap(now - began))
+            self._sleep(rank, done)
+
+    def _sleep(self, rank: int, done: Callable[[], bool]) -> None:
+        """Sleep until a peer wakes this rank, but not for long."""
+        self._mine.sleeps = True
+        try:
+            if done():
+                return
+            for _, event in self._beds[rank].poll(NAP_MILLISECONDS):
+                if event & ~select.POLLIN and not done():
+                    raise gone(rank)
+                _read(self._links[rank])
+        finally:
+            self._mine.sleeps = False
 
 
-def _nap(waited: float) -> float:
-    """Return how long to sleep before looking again: little against what was waited, and little at all."""
-    return min(max(waited / 8, 50e-6), 200e-6 if waited < 1 else 2e-3)
+def _wake(link: Connection) -> None:
+    """Send a byte, if there is room: who has not read the last one is awake."""
+    os.set_blocking(link.fileno(), False)
+    with contextlib.suppress(OSError):
+        os.write(link.fileno(), b"!")
+
+
+def _read(link: Connection) -> None:
+    os.set_blocking(link.fileno(), False)
+    with contextlib.suppress(OSError):
+        os.read(link.fileno(), 4096)
 
 
 def mailboxes_work_here() -> bool:
@@ -177,7 +210,7 @@ def mailboxes_work_here() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
-def _hangup_poller(link: Connection) -> "select.poll":
+def _hangup_poller(link: Connection, also: int = 0) -> "select.poll":
     poller = select.poll()
-    poller.register(link.fileno(), select.POLLRDHUP)
+    poller.register(link.fileno(), select.POLLRDHUP | also)
     return poller

@@ -31,6 +31,7 @@ class SocketControl(Control):
     """Every rank wired to every other by a local stream socket."""
 
     posts_alone = True
+    is_local = True
 
     def __init__(self, rank: int, links: dict[int, Connection]) -> None:
         super().__init__()

@@ -88,4 +88,4 @@ class Factors:
 def _draw(seed: str, rows: int, columns: int) -> torch.Tensor:
     """Draw normal numbers that depend on the seed only: neither on the device nor on other draws."""
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(number))
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(number), device="cpu")
