@@ -208,3 +208,25 @@ def test_the_table_shows_every_bucket() -> None:
 
     assert table.splitlines()[0].split() == ["bucket", "device", "dtype", "MiB", "parameters"]
     assert "p3, p2, p1 and 1 more" in table
+
+
+def test_a_few_gradients_on_one_machine_travel_as_one_bucket() -> None:
+    few = [spec(f"p{i}", 2**18) for i in range(3)]  # 1 MiB each
+    caps = Caps.of_sizes(25)
+
+    assert len(plan_buckets(few, caps).buckets) == 2
+    assert len(plan_buckets(few, caps.on_one_machine()).buckets) == 1
+
+
+def test_more_than_a_few_are_cut_on_one_machine_too() -> None:
+    many = [spec(f"p{i}", 2**18) for i in range(5)]
+
+    assert plan_buckets(many, Caps.of_sizes(25).on_one_machine()).buckets == plan_buckets(many).buckets
+
+
+@pytest.mark.parametrize("sizes", [(25, 1), ([1, 25], None), (2, None)])
+def test_sizes_that_were_asked_for_hold_on_one_machine(sizes: tuple[float, float | None]) -> None:
+    few = [spec(f"p{i}", 2**18) for i in range(3)]
+    caps = Caps.of_sizes(*sizes)
+
+    assert plan_buckets(few, caps.on_one_machine()).buckets == plan_buckets(few, caps).buckets

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline
+from paceline.backward import SyncedBackward
 from paceline.testing import ranks
 
 SIZE = 2
@@ -559,3 +561,79 @@ def test_buckets_sent_in_different_orders_are_found_out(rank: int) -> None:
     assert model[0].weight.grad is None
     loss_of(model, share(batch(), rank)).backward()
     assert model[0].weight.grad is not None
+
+
+def spy_on(method: Callable[..., None], calls: list[int]) -> Callable[..., None]:
+    def spy(backward: object, parameter: int) -> None:
+        calls.append(parameter)
+        method(backward, parameter)
+
+    return spy
+
+
+class Wandering(nn.Module):
+    """Many small layers, used in an order that the batch decides."""
+
+    def __init__(self, layers: int = 20) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.order = list(range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = x + 0.1 * self.layers[number](x).tanh()
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("bucket_mb", [25, 0.002])
+def test_gradients_that_come_in_another_order_than_was_learned_are_reduced(
+    rank: int, bucket_mb: float
+) -> None:
+    model = Wandering()
+    alone = copy.deepcopy(model)
+    paceline.replicate(model, bucket_mb=bucket_mb)
+    for step in range(6):
+        if step > 1:
+            model.order = alone.order = torch.randperm(
+                20, generator=torch.Generator().manual_seed(step)
+            ).tolist()
+        model.zero_grad()
+        alone.zero_grad()
+        loss_of(model, share(batch(), rank)).backward()
+        loss_of(alone, batch()).backward()
+        assert_same(gradients(model), gradients(alone))
+
+
+@ranks(2)
+def test_layers_left_out_after_the_order_was_learned_keep_no_gradient(rank: int) -> None:
+    model = Wandering()
+    alone = copy.deepcopy(model)
+    paceline.replicate(model)
+    for used in (range(20), range(20), range(0, 20, 3), [19], range(20)):
+        model.order = alone.order = list(used)
+        model.zero_grad()
+        alone.zero_grad()
+        loss_of(model, share(batch(), rank)).backward()
+        loss_of(alone, batch()).backward()
+        assert_same(gradients(model), gradients(alone))
+
+
+@ranks(2)
+def test_most_small_gradients_are_only_noted_once_the_order_is_known(rank: int) -> None:
+    model = Wandering()
+    paceline.replicate(model)
+    reducer = paceline.replica(model).reducer
+    heard: list[int] = []
+    for _ in range(2):
+        loss_of(model, share(batch(), rank)).backward()
+        model.zero_grad()
+    loss = loss_of(model, share(batch(), rank))
+
+    with mock.patch.object(SyncedBackward, "arrived", spy_on(SyncedBackward.arrived, heard)):
+        loss.backward()
+
+    assert len(heard) == 5 + 1  # of 40: every eighth, and the last one
+    assert reducer.recorder.last is not None
+    assert sorted(reducer.recorder.last.arrival) == list(range(40))

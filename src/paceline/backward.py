@@ -201,12 +201,18 @@ class SyncedBackward:
         self.seen[parameter] = None
         if self._hold or parameter in self._held:
             return
-        if position is not None and not self._is_partial(parameter):
+        if position is not None and (self._tree is None or not self._tree.holds(parameter)):
             self._packets[place].take(position, hide=self._hidden)
+        waiting = self._waiting
         if parameter not in self.quiet:
-            self._waiting[place] -= 1
+            waiting[place] -= 1
         # Several device threads may be here at once; one of them sends.
-        if not self._sending and self._next_is_complete():
+        following = len(self._flights)
+        if following < len(waiting) and not waiting[following] and not self._sending:
+            self._send_if_complete()
+
+    def _send_if_complete(self) -> None:
+        if self._next_is_complete():
             self._send_complete()
 
     def _next_is_complete(self) -> bool:
@@ -260,12 +266,8 @@ class SyncedBackward:
                 self._packets[parcel.place].take_given(parcel.positions, given)
                 self._waiting[parcel.place] -= len(given)
         self.seen.update(dict.fromkeys(indices))
-        if not self._sending and self._next_is_complete():
-            self._send_complete()
-
-    def _is_partial(self, parameter: int) -> bool:
-        """Tell whether a gradient has to be added to other micro-batches' before it goes out."""
-        return self._tree is not None and self._tree.holds(parameter)
+        if not self._sending:
+            self._send_if_complete()
 
     def _arrived_apart(self, parameter: int, place: int) -> None:
         """Note a gradient without a slot: a sparse one, or one of a parameter frozen since its forward."""
@@ -332,8 +334,8 @@ class SyncedBackward:
     def hurry(self) -> None:
         """Wait for the others' openings from now on, where a bucket is complete."""
         self._hurries = True
-        if not self._hold and self._next_is_complete():
-            self._send_complete()
+        if not self._hold:
+            self._send_if_complete()
 
     def _send_next(self, *, empty: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""

@@ -27,6 +27,9 @@ from paceline.torch_private import flatten, unflatten
 MODEST_NBYTES = 4 * 1024 * 1024
 
 
+STRIDED = torch.strided
+
+
 class SparseGradient(Exception):
     """A gradient that cannot lie in a bucket: it has to travel by itself."""
 
@@ -51,6 +54,7 @@ class Shelf:
             (s.shape, s.strides, slot.offset) for s, slot in zip(specs, bucket.slots, strict=True)
         ]
         self._pages = Pages()
+        self._dtype = bucket.dtype
         self._last_flat: weakref.ref[torch.Tensor] | None = None
 
     def is_hot(self, position: int) -> bool:
@@ -103,11 +107,7 @@ class Shelf:
 
     def fits(self, gradient: torch.Tensor) -> bool:
         """Tell whether a gradient is what the plan expects: dense, of the right dtype, in no graph."""
-        return (
-            gradient.dtype is self.bucket.dtype
-            and gradient.layout is torch.strided
-            and not gradient.requires_grad
-        )
+        return gradient.dtype is self._dtype and gradient.layout is STRIDED and not gradient.requires_grad
 
     def flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Copy contiguous gradients behind each other into a new flat tensor."""
@@ -205,6 +205,7 @@ class Packet:
     def __init__(self, shelf: Shelf, scale: float) -> None:
         self.shelf = shelf
         self.scale = scale
+        self._adds_to_last = shelf.last_flat is not None  # zero_grad() has not freed what was handed out
         self._taken: set[int] = set()
         self._is_patchy = False  # some of the small ones have been taken, too
         self._flat: torch.Tensor | None = None
@@ -229,13 +230,16 @@ class Packet:
             if gradient is not view:
                 view.add_(gradient.detach(), alpha=self.scale)
         # What is odd stays where it is until the bucket is full.
-        elif not shelf.fits(gradient) or shelf.is_resident(position, gradient):
+        elif not shelf.fits(gradient) or (self._adds_to_last and shelf.is_resident(position, gradient)):
             return
         else:
             if self._flat is None:
                 self._start()
             view = self.views[position]
-            self._put(position, gradient)
+            if self.scale == 1:
+                view.copy_(gradient)
+            else:
+                torch.mul(gradient, self.scale, out=view)
             self._taken.add(position)
         parameter.grad = None if hide else view
 

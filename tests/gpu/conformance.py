@@ -148,18 +148,20 @@ def _share_one_gpu(way: str) -> None:
     ddp.__init__ = __init__  # type: ignore[method-assign]
     if way == "moved":
         torch.set_default_device("cuda:0")
-        torch.LongTensor = _long_tensor  # type: ignore[misc, assignment]
+        torch.LongTensor = _LongTensor  # type: ignore[misc, assignment]
 
 
 def _to_first(self: Any, to: Any, *_: object, **kwargs: Any) -> Any:
     return to(self, 0, **kwargs)
 
 
-def _long_tensor(what: Any) -> Any:
-    """Make what torch.LongTensor makes of a number or a list, on the default device."""
-    import torch
+class _LongTensor:
+    """Makes what torch.LongTensor makes of a number or a list, on the default device."""
 
-    return torch.empty(what, dtype=torch.long) if isinstance(what, int) else torch.tensor(list(what))
+    def __new__(cls, what: Any) -> Any:
+        import torch
+
+        return torch.empty(what, dtype=torch.long) if isinstance(what, int) else torch.tensor(list(what))
 
 
 # ---- a case -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Two trainers share the GPU, data-parallel over Gloo with CUDA tensors; a third process, which they call over
 torch RPC, holds the rest of the model. First with tensors on the CPU between the processes, then with device
 maps, where torch can do that here. Needs torch and this repository, nothing else. Prints a line per check and
-ends with a non-zero status if one failed.
+ends with a non-zero status if one failed; within a minute on a GPU, whatever fails.
 """
 
 import argparse
@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import paceline
 from paceline import DistributedDataParallel as Ours
 from paceline import remote as paceline_remote
-from tests.gpu.checks_on_ranks import NotHere, Place, gather, one_group, raises, run
+from tests.gpu.checks_on_ranks import Deadline, NotHere, Place, gather, leave, one_group, raises, run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch scripts its optimizers, and says that one should not
     from torch.distributed.optim import DistributedOptimizer
 
-LAG_CYCLES = 50_000_000  # some 25 ms, in which the host runs ahead of the GPU
-RPC_SECONDS = 20.0
+LAG_CYCLES = 20_000_000  # some 10 ms, in which the host runs ahead of the GPU
+RPC_SECONDS = 10.0
 AT_ONCE = "two backwards run at once through one replica"
 SERVER = "worker2"
 
@@ -62,7 +62,7 @@ def three(place: Place, *, maps: bool = False) -> Iterator[None]:
             place.notes["why not"] = why_no_maps(place)
         yield
         dist.barrier()
-        rpc.shutdown()
+        rpc.shutdown(graceful=False)  # torch may wait forever for what belongs to a pass that has failed
 
 
 @contextlib.contextmanager
@@ -716,7 +716,8 @@ def passes_of_two_callers_at_once_are_right_or_refused(place: Place) -> None:
     dist.barrier()
     if place.rank < 2:
         return
-    said = (AT_ONCE, "several passes of distributed autograd", "PeerFailed", "did not end", "had its turn")
+    said = (AT_ONCE, "several passes of distributed autograd", "raised during its backward", "did not end")
+    said += ("had its turn", "Could not find autograd context")  # the caller has given up, and ended it
     counts = {"right": 0, "refused": 0}
 
     def train(number: int) -> None:
@@ -769,18 +770,19 @@ WITH_MAPS = [
 ]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", default="", help="run the checks whose names hold this")
+    parser.add_argument("--seconds", type=float, help="when to be over, whatever fails")
     args = parser.parse_args()
+    deadline = Deadline(args.device, args.seconds)
     where = "one GPU" if args.device.startswith("cuda") else "CPU"
     plain, mapped = ([c for c in checks if args.only in c.__name__] for checks in (CHECKS, WITH_MAPS))
-    failed = run(plain, 3, args.device, three, f"two trainers and a server, {where}")
-    failed += run(mapped, 3, args.device, three_with_maps, f"the same, {where}, with device maps")
-    print(f"{failed} failed" if failed else "all passed")
-    return min(failed, 1)
+    failed = run(plain, 3, args.device, three, f"two trainers and a server, {where}", deadline)
+    title = f"the same, {where}, with device maps"
+    leave(failed + run(mapped, 3, args.device, three_with_maps, title, deadline))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

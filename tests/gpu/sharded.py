@@ -1,14 +1,18 @@
 """Tensor parallelism on a GPU: `PYTHONPATH=src python3 tests/gpu/sharded.py`, or with `--device cpu`.
 
 A mesh of 2 x 2 processes, data-parallel by tensor-parallel, shares the GPU over Gloo with CUDA tensors; then
-a world of one over NCCL, with a mesh of 1 x 1. First it says which collectives Gloo has for tensors on this
-device: what needs one that is missing is left out, and says so. Needs torch and this repository, nothing
-else. Prints a line per check and ends with a non-zero status if one failed.
+a world of one over NCCL, with a mesh of 1 x 1. Gloo lacks some collectives for CUDA tensors: what needs one
+of them is left out, or checked on a mesh of 4 x 1, and says so; then it is checked on 2 x 2 ranks whose
+DTensors meet on the host. Needs torch and this repository, nothing else. Prints a line per check and ends
+with a non-zero status if one failed; within a minute on a GPU, whatever fails.
+
+    --probe    only try which of these collectives work, each in processes of its own: they may crash
 """
 
 import argparse
 import contextlib
 import copy
+import functools
 import math
 import sys
 import time
@@ -29,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import paceline
 from paceline import hooks
 from paceline.tensor_parallel import delocalize, localize
-from tests.gpu.checks_on_ranks import NotHere, Place, gather, one_group, raises, run
+from tests.gpu.checks_on_ranks import Deadline, NotHere, Place, gather, leave, one_group, raises, run
 from tests.sharding import MLP, Transformer, assert_parts_equal, batch_of, full, local
 
 STEPS = 20
@@ -39,67 +43,69 @@ LAG_CYCLES = 20_000_000  # some 10 ms, in which the host runs ahead of the GPU
 # ---- what Gloo has ----------------------------------------------------------------------------------
 
 
-def probes(group: Any, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return the collectives that DTensors are moved by, each on a few numbers."""
-    size = dist.get_world_size(group)
-    four = torch.arange(4.0, device=device)
-
-    def scatter() -> None:
-        first = dist.get_process_group_ranks(group)[0]
-        sources = list(four.chunk(size)) if dist.get_rank() == first else None
-        dist.scatter(torch.empty(4 // size, device=device), sources, src=first, group=group)
-
-    return {
-        "broadcast": lambda: dist.broadcast(
-            four.clone(), src=dist.get_process_group_ranks(group)[0], group=group
-        ),
-        "scatter": scatter,
-        "all_reduce": lambda: functional.all_reduce(four, "sum", group) + 0,
-        "all_reduce(max)": lambda: functional.all_reduce(four, "max", group) + 0,
-        "all_gather": lambda: functional.all_gather_tensor(four, 0, group) + 0,
-        "reduce_scatter": lambda: functional.reduce_scatter_tensor(four, "sum", 0, group) + 0,
-        "all_to_all": lambda: functional.all_to_all_single(four, None, None, group) + 0,
-    }
-
-
-def find_missing(place: Place) -> dict[str, str]:
-    """Return the collectives that some rank could not run, and what was said."""
-    missing = {}
-    for name, probe in probes(dist.group.WORLD, place.device).items():
-        said = ""
-        try:
-            probe()
-            if place.device.type == "cuda":
-                torch.cuda.synchronize()
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            said = str(error).splitlines()[0][:200] or type(error).__name__
-        if said := next(filter(None, gather(said)), ""):
-            missing[name] = said
-    return missing
+# Seen on torch 2.11: with CUDA tensors these end in a segmentation fault, or never. To ask is to crash.
+MISSING_ON_GPU = ("scatter", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @contextlib.contextmanager
 def four_ranks(place: Place) -> Iterator[None]:
     """Have a mesh of 2 x 2; of 4 x 1, where sharded activations cannot be summed up or put together."""
     with one_group(place):
-        missing = place.notes["missing"] = find_missing(place)
-        place.say(
-            f"       torch {torch.__version__}, Gloo on {place.device}: "
-            f"has {', '.join(name for name in probes(None, place.device) if name not in missing)}"
-        )
-        for name, said in missing.items():
-            place.say(f"       it lacks {name}: {said}")
-        shape = (4, 1) if {"all_reduce", "all_gather"} & missing.keys() else (2, 2)
-        if shape == (4, 1):
-            place.say("       so that nothing can be sharded over two ranks: the mesh is 4 x 1 (dp x tp)")
-        place.notes["mesh"] = init_device_mesh(place.device.type, shape, mesh_dim_names=("dp", "tp"))
+        place.notes["missing"] = MISSING_ON_GPU if place.device.type == "cuda" else ()
+        shape = (4, 1) if place.notes["missing"] else (2, 2)
+        if place.notes["missing"]:
+            place.say(
+                f"       Gloo lacks {', '.join(MISSING_ON_GPU)} for CUDA tensors: what needs them is left "
+                "out, or checked on a mesh of 4 x 1 (dp x tp)"
+            )
+        names = ("dp", "tp")
+        place.notes["mesh"] = init_device_mesh(place.device.type, shape, mesh_dim_names=names)
+        place.notes["square"] = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=names)
+        yield
+
+
+# What DTensors send by, in torch 2.11 and in 2.13.
+SENT_BY_DTENSORS = (
+    "all_reduce",
+    "all_gather_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all_single",
+)
+
+
+def send_by_the_host() -> None:
+    """Have DTensors meet as tensors on the CPU, for as long as the process lives."""
+    for name in SENT_BY_DTENSORS:
+        if (send := getattr(functional, name, None)) is not None:
+            setattr(functional, name, _by_the_host(send))
+
+
+def _by_the_host(send: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(send)
+    def send_and_wait(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: Any = send(tensor.cpu(), *args, **kwargs)
+        return (result.wait() if hasattr(result, "wait") else result).to(tensor.device)
+
+    return send_and_wait
+
+
+@contextlib.contextmanager
+def four_ranks_by_the_host(place: Place) -> Iterator[None]:
+    """Have a mesh of 2 x 2. Gradients are reduced on the device; what DTensors send goes by the host."""
+    with one_group(place):
+        send_by_the_host()
+        place.notes["missing"] = ("scatter",)
+        names = ("dp", "tp")
+        place.notes["mesh"] = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=names)
         yield
 
 
 @contextlib.contextmanager
 def one_rank(place: Place) -> Iterator[None]:
     with one_group(place, "nccl" if place.device.type == "cuda" else "gloo"):
-        place.notes["missing"] = {}
+        place.notes["missing"] = ()
         place.notes["mesh"] = init_device_mesh(place.device.type, (1, 1), mesh_dim_names=("dp", "tp"))
         yield
 
@@ -114,7 +120,7 @@ def mesh_at(place: Place) -> DeviceMesh:
 
 def shard(place: Place, whole: nn.Module, plan: dict[str, Any]) -> Any:
     """Shard a copy of a module. All ranks have the same one, so that nobody has to send it to the others."""
-    source = None if {"scatter", "broadcast"} & place.notes["missing"].keys() else 0
+    source = None if "scatter" in place.notes["missing"] else 0
     return parallelize_module(copy.deepcopy(whole), mesh_at(place)["tp"], plan, src_data_rank=source)
 
 
@@ -189,7 +195,7 @@ def an_mlp_trains_as_in_one_process_for_20_steps(place: Place) -> None:
                 model: nn.Module = paceline.replicate(inner, mesh=dp)
             else:
                 model = paceline.DistributedDataParallel(inner, device_mesh=dp)
-            how = {} if kind == "neither" else {kind: True}
+            how = {"foreach": False} if kind == "neither" else {kind: True}
             # A large eps: else Adam makes whole steps of the noise in gradients that are zero.
             optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-4, **how) for m in (model, whole)]
             for step in range(STEPS):
@@ -198,6 +204,38 @@ def an_mlp_trains_as_in_one_process_for_20_steps(place: Place) -> None:
                 assert_gradients(inner, whole)
                 step_both(*optimizers)
             assert_weights(place, inner, whole)
+
+
+def two_by_two_by_sums_alone(place: Place) -> None:
+    """Columns, then rows: all that moves is an all-reduce, which Gloo has for every device."""
+    mesh: DeviceMesh = place.notes["square"]
+    torch.manual_seed(1)
+    whole = MLP().to(place.device)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(whole), mesh["tp"], plan, src_data_rank=None)
+    paceline.replicate(model, mesh=mesh["dp"], bucket_mb=0.01)
+    row = mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-4, foreach=False) for m in (model, whole)]
+    for step in range(STEPS):
+        shares = [batch_of(step, each, 2).to(place.device) for each in (0, 1)]
+        lag(place)
+        model(shares[row]).square().mean().backward()
+        whole(torch.cat(shares)).square().mean().backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(local(p.grad), part_of(q.grad, p), rtol=1e-4, atol=1e-6)
+        step_both(*optimizers)
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(local(p.detach()), part_of(q.detach(), p), rtol=1e-3, atol=1e-5)
+    alike = gather([local(p.detach()).cpu().tolist() for p in model.parameters()])
+    assert alike[0] == alike[2]
+    assert alike[1] == alike[3]
+
+
+def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that this rank has of a sharded one; nothing is sent."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 class Normed(nn.Module):
@@ -228,7 +266,8 @@ def a_layer_norm_under_sequence_parallelism(place: Place) -> None:
     mesh = mesh_at(place)
     model, whole = (Normed(m, width, place.device) for m in (mesh["tp"], None))
     paceline.replicate(model, mesh=mesh["dp"], bucket_mb=0.1)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (model, whole)]
+    # In one call torch takes either plain parameters or sharded ones, and here are both.
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5, momentum=0.9, foreach=False) for m in (model, whole)]
     for step in range(STEPS):
         loss = model(share(place, step, 6, width)).square().mean()
         lag(place)
@@ -381,7 +420,7 @@ def weights_skips_and_parameters_that_nobody_uses(place: Place) -> None:
 def the_optimizer_inside_backward(place: Place) -> None:
     model, whole = mlp(place)
     paceline.replicate(model, mesh=mesh_at(place)["dp"], bucket_mb=0.0001)
-    paceline.replica(model).step_in_backward(torch.optim.SGD(model.parameters(), 0.1))
+    paceline.replica(model).step_in_backward(torch.optim.SGD(model.parameters(), 0.1, foreach=False))
     reference = torch.optim.SGD(whole.parameters(), 0.1)
     for step in range(3):
         sharded_step(place, model, step)
@@ -482,7 +521,7 @@ def a_state_dict_holds_sharded_tensors_and_loads_into_a_twin(place: Place) -> No
     keys = list(model.state_dict())
     tp = mesh_at(place)["tp"]
     paceline.replicate(model, mesh=mesh_at(place)["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     sharded_step(place, model, 0)
     optimizer.step()
     state = model.state_dict()
@@ -499,7 +538,7 @@ def a_state_dict_holds_sharded_tensors_and_loads_into_a_twin(place: Place) -> No
     twin, _ = mlp(place)
     twin.load_state_dict(state)
     paceline.replicate(twin, mesh=mesh_at(place)["dp"])
-    resumed = torch.optim.AdamW(twin.parameters(), 1e-2)
+    resumed = torch.optim.AdamW(twin.parameters(), 1e-2, foreach=False)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each, steps in ((model, optimizer), (twin, resumed)):
         sharded_step(place, each, 1)
@@ -514,7 +553,7 @@ def an_audit_compares_parts_with_the_same_parts(place: Place) -> None:
     model, _ = mlp(place)
     paceline.replicate(model, mesh=mesh_at(place)["dp"])
     paceline.audit(model, every=1)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     for step in range(4):
         sharded_step(place, model, step)
         step_both(optimizer)
@@ -532,6 +571,7 @@ def an_audit_compares_parts_with_the_same_parts(place: Place) -> None:
 
 
 FOUR_RANKS = [
+    two_by_two_by_sums_alone,
     an_mlp_trains_as_in_one_process_for_20_steps,
     a_layer_norm_under_sequence_parallelism,
     a_sequence_parallel_transformer_trains_as_in_one_process_for_20_steps,
@@ -564,23 +604,93 @@ ONE_RANK = [
 ]
 
 
+# ---- what Gloo has, asked -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def two_ranks(place: Place) -> Iterator[None]:
+    with one_group(place):
+        yield
+
+
+class Probe:
+    """Whether a collective that DTensors are moved by gives the right numbers."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, place: Place) -> None:
+        mine = torch.arange(4.0, device=place.device) + place.rank
+        both = [torch.arange(4.0) + rank for rank in (0, 1)]
+        got, want = getattr(self, self.__name__)(mine, both, place.rank)
+        assert_close(got.cpu(), want, 0.0, self.__name__)
+
+    def broadcast(self, mine: torch.Tensor, both: Any, _rank: int) -> Any:
+        dist.broadcast(mine, src=0)
+        return mine, both[0]
+
+    def scatter(self, mine: torch.Tensor, both: Any, rank: int) -> Any:
+        got = torch.empty_like(mine)
+        dist.scatter(got, [mine, mine + 1] if rank == 0 else None, src=0)
+        return got, both[rank]
+
+    def all_reduce(self, mine: torch.Tensor, both: Any, _rank: int) -> Any:
+        return functional.all_reduce(mine, "sum", dist.group.WORLD) + 0, both[0] + both[1]
+
+    def all_gather(self, mine: torch.Tensor, both: Any, _rank: int) -> Any:
+        return functional.all_gather_tensor(mine, 0, dist.group.WORLD) + 0, torch.cat(both)
+
+    def reduce_scatter(self, mine: torch.Tensor, both: Any, rank: int) -> Any:
+        got = functional.reduce_scatter_tensor(mine, "sum", 0, dist.group.WORLD) + 0
+        return got, (both[0] + both[1]).chunk(2)[rank]
+
+    def all_to_all(self, mine: torch.Tensor, both: Any, rank: int) -> Any:
+        got = functional.all_to_all_single(mine, None, None, dist.group.WORLD) + 0
+        return got, torch.cat([each.chunk(2)[rank] for each in both])
+
+
+PROBES = ("broadcast", "scatter", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def probe(device: str, deadline: Deadline) -> None:
+    """Say which collectives work. What one leaves behind, be it a crash, is not seen in the next."""
+    title = f"Gloo on {device}, torch {torch.__version__}"
+    for name in PROBES:
+        run([Probe(name)], 2, device, two_ranks, title, deadline, "n/a")
+
+
 def chosen(checks: Sequence[Any], pattern: str) -> list[Any]:
     return [check for check in checks if pattern in check.__name__]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", default="", help="run the checks whose names hold this")
+    parser.add_argument("--seconds", type=float, help="when to be over, whatever fails")
+    parser.add_argument("--probe", action="store_true")
     args = parser.parse_args()
+    deadline = Deadline(args.device, args.seconds)
+    if args.probe:
+        probe(args.device, deadline)
+        leave(0)
     is_gpu = args.device.startswith("cuda")
-    where = "one GPU, Gloo" if is_gpu else "CPU, Gloo"
-    failed = run(chosen(FOUR_RANKS, args.only), 4, args.device, four_ranks, f"four ranks, {where}")
-    where = "NCCL" if is_gpu else "CPU, Gloo"
-    failed += run(chosen(ONE_RANK, args.only), 1, args.device, one_rank, f"mesh of 1 x 1, {where}")
-    print(f"{failed} failed" if failed else "all passed")
-    return min(failed, 1)
+    parts = [
+        (FOUR_RANKS, 4, four_ranks, f"four ranks, {'one GPU' if is_gpu else 'CPU'}, Gloo"),
+        (ONE_RANK, 1, one_rank, f"mesh of 1 x 1, {'NCCL' if is_gpu else 'CPU, Gloo'}"),
+    ]
+    if is_gpu:
+        by_the_host = [check for check in FOUR_RANKS if check is not two_by_two_by_sums_alone]
+        parts.append((by_the_host, 4, four_ranks_by_the_host, "mesh of 2 x 2, DTensors meet on the host"))
+    leave(
+        sum(
+            run(chosen(checks, args.only), size, args.device, setting, title, deadline)
+            for checks, size, setting, title in parts
+        )
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
