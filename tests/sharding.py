@@ -149,7 +149,8 @@ def assert_gradients_equal(model: nn.Module, whole: nn.Module, atol: float = 1e-
 def assert_parts_equal(model: nn.Module, group: Any) -> None:
     """Raise if the ranks of a group do not hold the same bits."""
     for name, p in model.named_parameters():
-        mine = local(p).detach().cpu().contiguous()
+        mine = local(p).detach().contiguous()
+        mine = mine.cpu() if dist.get_backend(group) == "gloo" else mine
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, mine, group=group)
         assert all(torch.equal(each, mine) for each in everyone), name
