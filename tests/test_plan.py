@@ -215,13 +215,13 @@ def test_a_few_gradients_on_one_machine_travel_as_one_bucket() -> None:
     caps = Caps.of_sizes(25)
 
     assert len(plan_buckets(few, caps).buckets) == 2
-    assert len(plan_buckets(few, caps.on_one_machine()).buckets) == 1
+    assert len(plan_buckets(few, caps.among(is_local=True)).buckets) == 1
 
 
 def test_more_than_a_few_are_cut_on_one_machine_too() -> None:
     many = [spec(f"p{i}", 2**18) for i in range(5)]
 
-    assert plan_buckets(many, Caps.of_sizes(25).on_one_machine()).buckets == plan_buckets(many).buckets
+    assert plan_buckets(many, Caps.of_sizes(25).among(is_local=True)).buckets == plan_buckets(many).buckets
 
 
 @pytest.mark.parametrize("sizes", [(25, 1), ([1, 25], None), (2, None)])
@@ -229,4 +229,11 @@ def test_sizes_that_were_asked_for_hold_on_one_machine(sizes: tuple[float, float
     few = [spec(f"p{i}", 2**18) for i in range(3)]
     caps = Caps.of_sizes(*sizes)
 
-    assert plan_buckets(few, caps.on_one_machine()).buckets == plan_buckets(few, caps).buckets
+    assert plan_buckets(few, caps.among(is_local=True)).buckets == plan_buckets(few, caps).buckets
+
+
+def test_caps_follow_the_ranks_to_other_machines_and_back() -> None:
+    caps = Caps.of_sizes(25)
+
+    assert caps.among(is_local=True) != caps
+    assert caps.among(is_local=True).among(is_local=False) == caps

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.backward import SyncedBackward
+from paceline.pass_backward import SyncedPass
 from paceline.testing import ranks
 
 SIZE = 2
@@ -637,3 +639,51 @@ def test_most_small_gradients_are_only_noted_once_the_order_is_known(rank: int) 
     assert len(heard) == 5 + 1  # of 40: every eighth, and the last one
     assert reducer.recorder.last is not None
     assert sorted(reducer.recorder.last.arrival) == list(range(40))
+
+
+def learned(rank: int) -> Any:
+    """Return the reducer of a model whose order of arrival is known."""
+    model = Wandering()
+    paceline.replicate(model)
+    for _ in range(2):
+        loss_of(model, share(batch(), rank)).backward()
+        model.zero_grad()
+    reducer = paceline.replica(model).reducer
+    reducer.keeps = model  # it lives as long as the reducer does
+    return reducer
+
+
+def parts_of(reducer: Any) -> tuple[Any, ...]:
+    record = reducer.recorder.start(reducer.step, in_backward=False)
+    return reducer._wiring, reducer._planner.layout, record, set(), set(), None
+
+
+@ranks(2)
+def test_a_pass_of_distributed_autograd_listens_to_every_gradient(rank: int) -> None:
+    reducer = learned(rank)
+    layout = reducer._planner.layout
+
+    opened = SyncedPass(reducer.passes, lambda _: None, *parts_of(reducer))
+
+    assert layout.quiet
+    assert not opened.quiet
+    assert opened._waiting == layout.counts
+
+
+@ranks(2)
+def test_a_bucket_that_is_being_sent_is_not_sent_again_by_another_thread(rank: int) -> None:
+    reducer = learned(rank)
+    backward = SyncedBackward(*parts_of(reducer))
+    backward.seen.update(dict.fromkeys(reducer._planner.layout.plan.order))
+    backward._waiting = [0] * len(backward._waiting)
+    sent: list[int] = []
+
+    def send_next() -> None:
+        sent.append(len(backward._flights))
+        backward.hurry()  # another replica's first gradient comes meanwhile
+        backward._flights.append(mock.Mock())
+
+    with mock.patch.object(backward, "_send_next", send_next):
+        backward.hurry()
+
+    assert sent == list(range(len(backward._waiting)))

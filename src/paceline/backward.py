@@ -12,6 +12,7 @@ collectives always match, and training can go on.
 import contextlib
 import enum
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,7 +105,6 @@ class SyncedBackward:
     _hidden = False
     _phase = Phase.OPEN
     _skipped: set[int] | None = None  # buckets that no rank has put anything into, once that is known
-    _sending = False
     _agreed = False
     _adds_nothing = False
     _set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
@@ -140,6 +140,7 @@ class SyncedBackward:
         self._waiting = list(layout.heard_counts if self.quiet else layout.counts)
         self._packets = [Packet(shelf, wiring.scale_on(shelf.bucket.device)) for shelf in layout.shelves]
         self._flights: list[Flight] = []
+        self._sending = threading.Lock()  # nobody waits for it: who comes second leaves it to the first
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
         counted = CountedComm(wiring.comm, record)
         self._comm: Comm = counted if tree is None else InOrder(counted)
@@ -201,26 +202,26 @@ class SyncedBackward:
         self.seen[parameter] = None
         if self._hold or parameter in self._held:
             return
+        if place < len(self._flights):
+            raise RuntimeError(
+                f"{self._layout.plan.specs[parameter].name} got a gradient after its bucket was sent: please "
+                "report this"
+            )
         if position is not None and (self._tree is None or not self._tree.holds(parameter)):
             self._packets[place].take(position, hide=self._hidden)
         waiting = self._waiting
         if parameter not in self.quiet:
             waiting[place] -= 1
-        # Several device threads may be here at once; one of them sends.
         following = len(self._flights)
-        if following < len(waiting) and not waiting[following] and not self._sending:
-            self._send_if_complete()
-
-    def _send_if_complete(self) -> None:
-        if self._next_is_complete():
+        if following < len(waiting) and not waiting[following]:
             self._send_complete()
 
     def _next_is_complete(self) -> bool:
         """Tell whether every gradient of the next bucket is there."""
-        place = len(self._flights)
-        if place == len(self._waiting) or self._waiting[place]:
+        place, quiet = len(self._flights), self.quiet
+        if place >= len(self._waiting) or self._waiting[place]:
             return False
-        return not self.quiet or self.seen.keys() >= self._layout.quiet_in[place]
+        return not quiet or self.seen.keys() >= self._layout.quiet_in[place]
 
     def _listen(self) -> None:
         """Have every arrival reported from now on: parameters may get more than one gradient."""
@@ -266,8 +267,7 @@ class SyncedBackward:
                 self._packets[parcel.place].take_given(parcel.positions, given)
                 self._waiting[parcel.place] -= len(given)
         self.seen.update(dict.fromkeys(indices))
-        if not self._sending:
-            self._send_if_complete()
+        self._send_complete()
 
     def _arrived_apart(self, parameter: int, place: int) -> None:
         """Note a gradient without a slot: a sparse one, or one of a parameter frozen since its forward."""
@@ -308,17 +308,19 @@ class SyncedBackward:
             )
 
     def _send_complete(self) -> None:
-        # In plan order, never in arrival order: two ranks that start the same two buckets in different
-        # orders wait for each other forever.
+        """Send what is complete. In plan order, never in arrival order: two ranks that start the same two
+        buckets in different orders wait for each other forever.
+        """
         # A rank that is ahead goes on computing until the others have opened, too.
-        if not (self._agreed or self._hurries or self._meeting.is_complete):
+        if not self._next_is_complete() or not (self._agreed or self._hurries or self._meeting.is_complete):
             return
-        self._sending = True
-        try:
-            while self._next_is_complete():
-                self._send_next()
-        finally:
-            self._sending = False
+        # Several device threads may be here at once; one of them sends.
+        if self._sending.acquire(blocking=False):
+            try:
+                while self._next_is_complete():
+                    self._send_next()
+            finally:
+                self._sending.release()
 
     @property
     def progress(self) -> str:
@@ -332,10 +334,15 @@ class SyncedBackward:
         return self._meeting.is_void
 
     def hurry(self) -> None:
-        """Wait for the others' openings from now on, where a bucket is complete."""
+        """Wait for the others' openings from now on, where a bucket is complete.
+
+        Among several replicas, or in a nested backward, buckets go out when their last gradient comes,
+        whichever that is: the same moment on every rank.
+        """
         self._hurries = True
+        self._listen()
         if not self._hold:
-            self._send_if_complete()
+            self._send_complete()
 
     def _send_next(self, *, empty: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""

@@ -27,6 +27,7 @@ class Meeting:
         self._unit: float | None = None
         self._opening = Opening(record.step, b"")  # this rank's own
         self._closing = Closing()
+        self._told = b""  # the frame that it has posted last
         self.step = record.step
         self.share = even_share(wiring.comm.size)
         self.active = self.share.counted
@@ -38,8 +39,8 @@ class Meeting:
 
     def open(self, opening: Opening, unit: float | None = None) -> None:
         """Tell the others that a backward starts here, or that it cannot. Does not wait for them."""
-        self._unit, self._opening = unit, opening
-        self._wiring.control.post(self._wiring.topic(b"opening"), opening.pack())
+        self._unit, self._opening, self._told = unit, opening, opening.pack()
+        self._wiring.control.post(self._wiring.topic(b"opening"), self._told)
 
     @property
     def is_complete(self) -> bool:
@@ -54,7 +55,7 @@ class Meeting:
         frames = self._collect(b"opening", seconds)
         self._record.has_waited(since)
         try:
-            if self._opening.is_plain and frames.count(frames[0]) == len(frames):
+            if self._opening.is_plain and frames.count(self._told) == len(frames):
                 self._agree_with([self._opening] * len(frames))
                 return
             openings = [Opening.unpack(frame) for frame in frames]
@@ -165,13 +166,13 @@ class Meeting:
 
     def tell(self, closing: Closing) -> None:
         """Tell the others what was used here, or what went wrong. Does not wait for them."""
-        self._closing = closing
-        self._wiring.control.post(self._wiring.topic(b"closing"), closing.pack())
+        self._closing, self._told = closing, closing.pack()
+        self._wiring.control.post(self._wiring.topic(b"closing"), self._told)
 
     def hear(self, seconds: float | None = None) -> Tally:
         """Hear the same of them."""
         frames = self._collect(b"closing", seconds)
-        is_plain = self._closing.is_plain and frames.count(frames[0]) == len(frames)
+        is_plain = self._closing.is_plain and frames.count(self._told) == len(frames)
         closings = [self._closing] * len(frames) if is_plain else [Closing.unpack(frame) for frame in frames]
         return Tally(closings, self._plan, self.step, self.share.counted, is_plain=is_plain)
 

@@ -16,6 +16,7 @@ class SyncedPass(SyncedBackward):
 
     def __init__(self, passes: Passes, other: Other, *args: Any) -> None:
         super().__init__(*args)
+        self._listen()  # to every gradient: it may be one of another pass
         self._passes, self._other = passes, other
 
     def arrived(self, parameter: int) -> None:

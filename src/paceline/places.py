@@ -70,19 +70,26 @@ class ByPlace(Generic[T]):
     def add(self, item: T) -> None:
         """Put an item to this thread's place."""
         with self._lock:
-            place = here()
-            self._places.add(place)
-            others = self._at(place, without=item)
-            place.items[self] = (*map(weakref.ref, others), weakref.ref(item))
+            self._places.add(here())
+            self._set(here(), item, weakref.ref(item))
 
     def discard(self, item: T) -> Place | None:
         """Take an item out, from whatever thread; return the place that it was at, if it was at any."""
         with self._lock:
             for place in list(self._places):
                 if any(other is item for other in self._at(place)):
-                    place.items[self] = tuple(map(weakref.ref, self._at(place, without=item)))
+                    self._set(place, item)
                     return place
         return None
+
+    def _set(self, place: Place, item: T, *refs: "weakref.ref[T]") -> None:
+        """Have an item only by these references. The collector may discard others in the middle of it."""
+        while True:
+            before = place.items.get(self, ())
+            after = (*map(weakref.ref, self._at(place, without=item)), *refs)
+            if place.items.get(self, ()) is before:
+                place.items[self] = after
+                return
 
     def here(self) -> list[T]:
         """Return the items of this thread's place."""

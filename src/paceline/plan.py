@@ -77,9 +77,10 @@ class Caps:
             return replace(caps, is_first_free=first is None)
         return cls.of_mib(rest if first is None else [first, *rest])
 
-    def on_one_machine(self) -> "Caps":
-        """Return caps for ranks that share a machine, where one more message costs more than it can hide."""
-        return replace(self, together=min(FEW_NBYTES, self.nbytes[-1])) if self.is_first_free else self
+    def among(self, *, is_local: bool) -> "Caps":
+        """Return caps for ranks that share a machine, where a message costs more than it can hide, or not."""
+        together = min(FEW_NBYTES, self.nbytes[-1]) if is_local and self.is_first_free else 0
+        return replace(self, together=together)
 
     def __getitem__(self, index: int) -> int:
         return self.nbytes[min(index, len(self.nbytes) - 1)]
@@ -199,13 +200,13 @@ class Plan:
         late = {index for index, share in misses.items() if share > threshold}
         if not late:
             return self
-        on_time = [index for index in self.members if index not in late]
-        return self._again([*on_time, *(index for index in self.members if index in late)])
+        on_time = [index for index in self.basis if index not in late]
+        return self._again([*on_time, *(index for index in self.basis if index in late)])
 
     def with_sparse(self, found: Iterable[int]) -> "Plan":
         """Take the slots away from parameters whose gradients were found to be sparse."""
         wishes = replace(self.wishes, sparse=self.wishes.sparse | set(found))
-        return plan_buckets(self.specs, self.caps, order=self.members, wishes=wishes)
+        return plan_buckets(self.specs, self.caps, order=self.basis, wishes=wishes)
 
     def _again(self, order: Sequence[int]) -> "Plan":
         return plan_buckets(self.specs, self.caps, order=order, wishes=self.wishes)

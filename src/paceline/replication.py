@@ -102,8 +102,7 @@ class Replica:
         self.name = control.new_name() if original is None else original._name_of_copy()
         self._copies = 0
         wishes = wishes_for(module, watched, settings)
-        if control.is_local:
-            settings = dataclasses.replace(settings, caps=settings.caps.on_one_machine())
+        settings = dataclasses.replace(settings, caps=settings.caps.among(is_local=control.is_local))
         self.comm = comm
         self.settings = settings
         self._module = weakref.ref(module)
@@ -360,8 +359,7 @@ class Replica:
         Compiled code stays as it is.
         """
         caps = Caps.of_sizes(bucket_mb, first_bucket_mb)
-        if control_over(self.comm).is_local:
-            caps = caps.on_one_machine()
+        caps = caps.among(is_local=control_over(self.comm).is_local)
         self.settings = dataclasses.replace(self.settings, caps=caps)
         if self.reducer is not None:
             self.reducer.set_caps(caps)
@@ -411,11 +409,16 @@ class Replica:
         comm.set_patience(self.settings.timeout_seconds, self.settings.stall_seconds)
         step = max(int(frame) for frame in comm.gather_bytes(b"%d" % self.step))
         self.comm = comm
-        self.name = control_over(comm).new_name()
+        control = control_over(comm)
+        self.name = control.new_name()
         self.buffers = BufferSync(module, comm, self.settings.buffers, self.settings.left_out, self.due)
+        caps = self.settings.caps.among(is_local=control.is_local)
+        self.settings = dataclasses.replace(self.settings, caps=caps)
         settings = dataclasses.replace(self.settings, hook=self.hook)
         wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
+        self._make_reducer = functools.partial(self._make_reducer, caps=caps)
         if self.reducer is not None:
+            self.reducer.set_caps(caps)
             kept = self.reducer.wiring
             self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer, across=kept.across), step)
             self._renew_checks()

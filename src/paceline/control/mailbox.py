@@ -16,10 +16,11 @@ import mmap
 import os
 import platform
 import select
+import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -194,15 +195,23 @@ class MailboxControl(SocketControl):
 
 def _wake(link: Connection) -> None:
     """Send a byte, if there is room: who has not read the last one is awake."""
-    os.set_blocking(link.fileno(), False)
-    with contextlib.suppress(OSError):
-        os.write(link.fileno(), b"!")
+    with _borrowed(link) as wire, contextlib.suppress(OSError):
+        wire.send(b"!", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def _read(link: Connection) -> None:
-    os.set_blocking(link.fileno(), False)
-    with contextlib.suppress(OSError):
-        os.read(link.fileno(), 4096)
+    with _borrowed(link) as wire, contextlib.suppress(OSError):
+        wire.recv(4096, socket.MSG_DONTWAIT)
+
+
+@contextlib.contextmanager
+def _borrowed(link: Connection) -> Iterator[socket.socket]:
+    """Use a link as the socket that it is, and leave it open."""
+    wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, link.fileno())
+    try:
+        yield wire
+    finally:
+        wire.detach()
 
 
 def mailboxes_work_here() -> bool:
