@@ -573,6 +573,14 @@ def spy_on(method: Callable[..., None], calls: list[int]) -> Callable[..., None]
     return spy
 
 
+def assert_step_is_that_of_one_process(model: nn.Module, alone: nn.Module, rank: int) -> None:
+    model.zero_grad()
+    alone.zero_grad()
+    loss_of(model, share(batch(), rank)).backward()
+    loss_of(alone, batch()).backward()
+    assert_same(gradients(model), gradients(alone))
+
+
 class Wandering(nn.Module):
     """Many small layers, used in an order that the batch decides."""
 
@@ -601,11 +609,7 @@ def test_gradients_that_come_in_another_order_than_was_learned_are_reduced(
             model.order = alone.order = torch.randperm(
                 20, generator=torch.Generator().manual_seed(step)
             ).tolist()
-        model.zero_grad()
-        alone.zero_grad()
-        loss_of(model, share(batch(), rank)).backward()
-        loss_of(alone, batch()).backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_step_is_that_of_one_process(model, alone, rank)
 
 
 @ranks(2)
@@ -615,11 +619,7 @@ def test_layers_left_out_after_the_order_was_learned_keep_no_gradient(rank: int)
     paceline.replicate(model)
     for used in (range(20), range(20), range(0, 20, 3), [19], range(20)):
         model.order = alone.order = list(used)
-        model.zero_grad()
-        alone.zero_grad()
-        loss_of(model, share(batch(), rank)).backward()
-        loss_of(alone, batch()).backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_step_is_that_of_one_process(model, alone, rank)
 
 
 @ranks(2)

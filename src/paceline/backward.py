@@ -234,7 +234,6 @@ class SyncedBackward:
 
         They are copied: compiled code uses their memory again.
         """
-        self._listen()
         self.hide()  # autograd may come by later, with more for the same parameters
         if all(map(self._goes_straight, indices, gradients)):
             self._pack(indices, gradients)

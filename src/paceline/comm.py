@@ -195,7 +195,6 @@ class GroupComm(Comm):
         self.seconds = timeout_of(group, _working_device(group))
         self.patience = Patience(self.rank, self.size, self.seconds)
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
-        self._factors: dict[torch.device, float] = {}
         self._pages: dict[tuple[int, torch.dtype], Pages] = {}
         self._sum_options = _options(dist.ReduceOp.SUM)
         self._mean_options = _options(dist.ReduceOp.AVG)
@@ -213,11 +212,7 @@ class GroupComm(Comm):
         return ranks
 
     def mean_factor(self, device: torch.device) -> float:
-        factor = self._factors.get(device)
-        if factor is None:
-            is_native = self._mean_is_native.get(device.type)
-            factor = self._factors[device] = 1.0 if is_native else 1 / self.divisor
-        return factor
+        return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor
 
     def started_on(self) -> int:
         return sequence_of(self.group)

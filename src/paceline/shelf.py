@@ -236,10 +236,7 @@ class Packet:
             if self._flat is None:
                 self._start()
             view = self.views[position]
-            if self.scale == 1:
-                view.copy_(gradient)
-            else:
-                torch.mul(gradient, self.scale, out=view)
+            self._put(position, gradient)
             self._taken.add(position)
         parameter.grad = None if hide else view
 

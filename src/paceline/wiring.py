@@ -67,14 +67,7 @@ class Wiring:
 
     def topic(self, kind: bytes) -> bytes:
         """Name a kind of frame of this replica."""
-        topic = self._topics.get(kind)
-        if topic is None:
-            topic = self._topics[kind] = self.name + b"." + kind
-        return topic
-
-    @cached_property
-    def _topics(self) -> dict[bytes, bytes]:
-        return {}
+        return self.name + b"." + kind
 
     @cached_property
     def terms(self) -> list[str]:
