@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -326,14 +326,14 @@ def test_on_a_device_sums_are_looked_at_once_and_names_come_from_the_reduced_buc
 def spying_on_sums() -> Iterator[list[int]]:
     """Count, for each step, how often the host looks at sums that were put off."""
     looks: list[int] = []
-    look = paceline.finite._all_finite
+    wait = paceline.finite._Verdicts.wait
 
-    def spy(totals: Sequence[torch.Tensor]) -> list[bool]:
-        assert len(totals) > 1
+    def spy(verdicts: Any) -> Any:
+        assert verdicts._fine.numel() > 1
         looks.append(1)
-        return look(totals)
+        return wait(verdicts)
 
-    with mock.patch("paceline.finite._all_finite", spy):
+    with mock.patch("paceline.finite._Verdicts.wait", spy):
         yield looks
 
 

@@ -1,8 +1,9 @@
 """The finite check: a NaN or an Inf of one rank is found before any rank steps on it.
 
     a bucket goes out    its sum, by one operator: finite only if all its numbers are
-    closing              "all is well here", or not; on a GPU the sums are looked at only now
-    closed               if not: the ranks tell each other which parameters, and all drop the step
+    closing              "all is well here", or not; on a GPU: "not known yet"
+    closed               on a GPU, when there is nothing else to do any more, the sums are looked at
+                         if all is not well: the ranks tell each other which parameters, and all drop the step
 
 A sum of finite numbers may be too large for its dtype, so what is suspicious is looked at number by number.
 On a GPU the bucket has been reduced by then: what is not finite in it now, in a bucket that was suspicious
@@ -30,6 +31,9 @@ Mode = Literal["raise", "skip"]
 Tell = Callable[[bytes], Sequence[bytes]]  # tells every rank, and returns what every rank told
 Odd = dict[str, str]  # what a parameter's gradient holds: NaN, Inf
 Gradients = Callable[[], Sequence[torch.Tensor]]
+Suspect = tuple[Sequence[str], Gradients]
+
+ODD, NOT_KNOWN = b"!", b"?"
 
 logger = logging.getLogger("paceline")
 
@@ -60,8 +64,8 @@ class FiniteCheck(Rider):
         self._mode = mode
         self._tell = tell
         self._odd: Odd = {}
-        self._sums: list[tuple[torch.Tensor, Sequence[str], Gradients]] = []  # on devices, not looked at yet
-        self._suspects: list[tuple[Sequence[str], Gradients]] = []
+        self._sums: list[tuple[torch.Tensor, Suspect]] = []  # on devices, not looked at yet
+        self._under_way: list[_Verdicts] = []  # what the devices say of them
 
     def goes_out(self, bucket: GradBucket) -> None:
         self._look(bucket.flat, bucket.names, bucket.gradients)
@@ -75,24 +79,25 @@ class FiniteCheck(Rider):
         with torch.no_grad():
             total = sum_of(flat)
             if _waits(flat.device):
-                self._sums.append((total, names, gradients))
+                self._sums.append((total, (names, gradients)))
             elif not _is_finite(total):
                 self._odd |= find_odd(names, gradients())
 
     def closes(self, step: int) -> bytes:
-        with torch.no_grad():
-            fine = _all_finite([total for total, _, _ in self._sums])
-        found = zip(self._sums, fine, strict=True)
-        self._suspects = [(names, gradients) for (_, names, gradients), is_fine in found if not is_fine]
-        self._sums = []
-        return b"!" if self._odd or self._suspects else b""
+        if self._sums:
+            # The device comes by while the ranks have other things to tell each other.
+            self._under_way, self._sums = _ask(self._sums), []
+        return ODD if self._odd else NOT_KNOWN if self._under_way else b""
 
     def closed(self, step: int, told: Sequence[bytes]) -> bool:
+        if NOT_KNOWN in told:
+            suspects = [suspect for verdicts in self._under_way for suspect in verdicts.wait()]
+            told = self._tell(ODD if self._odd or suspects else b"")
+            with torch.no_grad():
+                for names, gradients in suspects:
+                    self._odd |= find_odd(names, gradients())
         if not any(told):
             return False
-        with torch.no_grad():
-            for names, gradients in self._suspects:
-                self._odd |= find_odd(names, gradients())
         frames = self._tell(json.dumps(self._odd).encode())
         found = {rank: odd for rank, frame in enumerate(frames) if (odd := json.loads(frame))}
         self.dropped()
@@ -107,7 +112,7 @@ class FiniteCheck(Rider):
         self.dropped()
 
     def dropped(self) -> None:
-        self._odd, self._sums, self._suspects = {}, [], []
+        self._odd, self._sums, self._under_way = {}, [], []
 
 
 # ---- words ----------------------------------------------------------------------------------------------
@@ -178,13 +183,28 @@ def _is_finite(total: torch.Tensor) -> bool:
     return math.isfinite(value.real) and math.isfinite(value.imag)
 
 
-def _all_finite(totals: Sequence[torch.Tensor]) -> list[bool]:
-    """Look at sums on devices; the host waits once for each device."""
-    fine = [True] * len(totals)
-    devices = {total.device for total in totals}
-    for device in devices:
-        places = [place for place, total in enumerate(totals) if total.device == device]
-        seen = torch.stack([totals[place].isfinite() for place in places]).tolist()
-        for place, is_fine in zip(places, seen, strict=True):
-            fine[place] = is_fine
-    return fine
+class _Verdicts:
+    """Whether sums on one device are finite, on the way to the host."""
+
+    def __init__(self, totals: Sequence[torch.Tensor], suspects: Sequence[Suspect]) -> None:
+        self._suspects = suspects
+        with torch.no_grad():
+            # Into pinned memory on a GPU, where the host does not wait before it is told to.
+            self._fine = torch.stack(list(totals)).isfinite().to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if totals[0].is_cuda else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(totals[0].device))
+
+    def wait(self) -> list[Suspect]:
+        """Return what has to be looked at number by number."""
+        if self._event is not None:
+            self._event.synchronize()
+        pairs = zip(self._suspects, self._fine.tolist(), strict=True)
+        return [suspect for suspect, is_fine in pairs if not is_fine]
+
+
+def _ask(sums: Sequence[tuple[torch.Tensor, Suspect]]) -> list[_Verdicts]:
+    """Have sums on devices looked at, for each device and dtype at once."""
+    kinds = dict.fromkeys((total.device, total.dtype) for total, _ in sums)
+    groups = [[each for each in sums if (each[0].device, each[0].dtype) == kind] for kind in kinds]
+    return [_Verdicts(*zip(*group, strict=True)) for group in groups]

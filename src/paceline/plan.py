@@ -107,9 +107,17 @@ class Run:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @cached_property
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return shape, strides and offset of all slots together, as ``as_strided`` takes them."""
+        """The shape, strides and offset of all slots together, as ``as_strided`` takes them."""
+        if self.count == 1:
+            return self.shape, self.strides, self.offset
         return (self.count, *self.shape), (math.prod(self.shape), *self.strides), self.offset
+
+    def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """View its part of a flat tensor as its slots."""
+        block = flat.as_strided(*self.block)
+        return (block,) if self.count == 1 else block.unbind()
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class Shelf:
         self.large_numel = sum(slot.numel for slot in bucket.slots[: self.large])
         self.is_plain = all(parameter.is_contiguous() for parameter in self.parameters)
         self._runs = plan.runs(bucket)
-        self._few_runs = len(self._runs) * 4 <= len(self.indices)
+        self._few_runs = len(self._runs) * 2 <= len(self.indices)
+        self._is_flat = self.is_plain and all(parameter.dim() == 1 for parameter in self.parameters)
         specs = [plan.specs[index] for index in self.indices]
         self._places = [
             (s.shape, s.strides, slot.offset) for s, slot in zip(specs, bucket.slots, strict=True)
@@ -64,7 +65,7 @@ class Shelf:
     def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """View the flat tensor as gradients, in the parameters' own strides."""
         if self._few_runs:
-            return [view for run in self._runs for view in flat.as_strided(*run.block()).unbind()]
+            return [view for run in self._runs for view in run.views(flat)]
         if self.is_plain:
             return unflatten(flat, self.parameters)
         return [flat.as_strided(*place) for place in self._places]
@@ -112,7 +113,7 @@ class Shelf:
     def flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Copy contiguous gradients behind each other into a new flat tensor."""
         try:
-            flat = flatten(gradients)
+            flat = torch.cat(gradients) if self._is_flat else flatten(gradients)
         except RuntimeError:
             self.check(gradients)
             raise
