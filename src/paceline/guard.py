@@ -49,9 +49,18 @@ class Guard(Sentry[Reducer]):
             self._handle.remove()
             self._handle = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Look before each step of any optimizer. Called by torch on the thread that steps."""
+        # To be out of the tracer's reach costs more than to look, so who is not traced does without.
+        if torch.compiler.is_compiling():
+            return self._look_untraced(optimizer, args, kwargs)
+        return self._look(optimizer, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _look_untraced(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        return self._look(optimizer, args, kwargs)
+
+    def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._check(optimizer)

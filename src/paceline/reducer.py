@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from paceline.wiring import Consumer, Joining, Wiring
 Named = tuple[str, torch.nn.Parameter]
 Look = Callable[[Callable[[], set[int]] | None], None]  # only if these leaves are the module's
 LOOP = "in its loop"
+_ADDRESS = methodcaller("data_ptr")
 
 
 class Reducer:
@@ -868,7 +870,7 @@ class Reducer:
         return {self._names[i]: p for i in suspects if (p := self._parameters[i]).grad is not None}
 
     def _addresses_now(self) -> list[int]:
-        return [leaf.data_ptr() for leaf in self._leaves]
+        return list(map(_ADDRESS, self._leaves))
 
     def moved(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that were cast or moved: torch forgets their hooks then.
