@@ -10,6 +10,7 @@ collectives always match, and training can go on.
 """
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import threading
@@ -34,6 +35,7 @@ from paceline.sharded import owner_of
 from paceline.shelf import APART, NOWHERE, Layout, Packet, SparseGradient
 from paceline.sparse import Share, gather_rows
 from paceline.tally import Outcome, Tally, mixed_up, peer_failed
+from paceline.torch_private import shown_in_profiles
 from paceline.tree import Tree
 from paceline.weights import NOTHING, Ledger
 from paceline.wiring import Consumer, Wiring
@@ -505,13 +507,15 @@ class SyncedBackward:
     def finish(self, *, learn: bool = False) -> Outcome:
         """Hear what the others used, and hand out the reduced gradients.
 
-        With ``learn`` the outcome holds the order in which gradients arrived on rank 0.
+        With ``learn`` the outcome holds the order in which gradients arrived on rank 0, or on the first rank
+        that has any.
         """
         self.send_rest()
+        arrival: Sequence[int] = tuple(self.seen) if learn else ()
         shares = self._shares()
         self._show_apart(shares)
         turn = self._buffers_due()
-        self._meeting.tell(self._closing(shares, turn, learn=learn))
+        self._meeting.tell(self._closing(shares, turn, len(arrival)))
         if turn is None:
             linger(self._flights)
         tally = self._hear()
@@ -521,6 +525,7 @@ class SyncedBackward:
             raise hook_failed(self.step, tally.failed, is_over=not self._catch_up())
         self._phase = Phase.CLOSED
         with torch.no_grad():
+            arrival = self._arrival_of_one(tally, arrival)
             self._receive(tally, turn)
             self._refuse(tally)
             self._agree_across()
@@ -537,18 +542,39 @@ class SyncedBackward:
             rider.handed_out(self.step)
         if turn and turn.is_disputed:
             raise self._buffers_differ(turn)
-        return tally.outcome
+        return dataclasses.replace(tally.outcome, arrival=arrival) if arrival else tally.outcome
 
-    def _closing(self, shares: dict[int, Share], turn: Turn | None, *, learn: bool) -> Closing:
+    def _closing(self, shares: dict[int, Share], turn: Turn | None, arrived: int) -> Closing:
+        with shown_in_profiles("paceline::search_unused_parameters"):
+            used = self._used()
         return Closing(
             self._wiring.control.trace,
-            self._used(),
-            tuple(self.seen) if learn else (),
+            used,
+            arrived,
             tuple(sorted(self._late)),
             tuple(n for i, share in shares.items() for n in (i, share.count, share.came_dense)),
             buffers=turn.tell() if turn else b"",
             told=[rider.closes(self.step) for rider in self._wiring.riders],
         )
+
+    def _arrival_of_one(self, tally: Tally, mine: Sequence[int]) -> Sequence[int]:
+        """Return one rank's order of arrival, the same on every rank; nothing if there is none to learn from.
+
+        The closing frames decide, and nothing that could fail on one rank comes in between: so no rank waits
+        for a broadcast that another does not join.
+        """
+        comm, guide = self._wiring.comm, tally.guide
+        if guide is None or comm.size == 1:
+            return () if guide is None else mine
+        count = tally.closings[guide].arrived
+        device = self._layout.parameters[self._layout.plan.members[0]].device
+        comm.waits(self._meeting)
+        try:
+            order = comm.numbers_of(guide, mine, count, device)
+        finally:
+            comm.waits(None)
+        self.record.sends_numbers(count)
+        return order
 
     def _receive(self, tally: Tally, turn: Turn | None) -> None:
         """Wait for everything that is on its way."""
