@@ -525,9 +525,9 @@ class SyncedBackward:
             raise hook_failed(self.step, tally.failed, is_over=not self._catch_up())
         self._phase = Phase.CLOSED
         with torch.no_grad():
-            arrival = self._arrival_of_one(tally, arrival)
             self._receive(tally, turn)
             self._refuse(tally)
+            arrival = self._arrival_of_one(tally, arrival)
             self._agree_across()
             rows = {} if tally.is_plain else self._gather_rows(shares, tally)
         self.record.has_landed()
@@ -560,8 +560,8 @@ class SyncedBackward:
     def _arrival_of_one(self, tally: Tally, mine: Sequence[int]) -> Sequence[int]:
         """Return one rank's order of arrival, the same on every rank; nothing if there is none to learn from.
 
-        The closing frames decide, and nothing that could fail on one rank comes in between: so no rank waits
-        for a broadcast that another does not join.
+        The closing frames decide, so that no rank waits for a broadcast that another does not join. To be
+        called when all buckets have landed: until then a hook in torch's form may start collectives.
         """
         comm, guide = self._wiring.comm, tally.guide
         if guide is None or comm.size == 1:
@@ -581,9 +581,13 @@ class SyncedBackward:
         if tally.is_plain and turn is None:
             self._land(surely=False)
             return
-        if turn and not tally.failed:
+        # A hook in torch's form may start collectives from callbacks until its buckets have landed.
+        beside = self._wiring.is_counted
+        if turn and beside and not tally.failed:
             self._send_buffers(turn, tally)
         self._land(surely=bool(tally.failed))
+        if turn and not beside and not tally.failed:
+            self._send_buffers(turn, tally)
         if turn:
             turn.take()
         if not tally.failed:
