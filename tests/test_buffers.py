@@ -42,7 +42,7 @@ def test_state_of_any_dtype_is_taken_bit_for_bit(rank: int) -> None:
 
 
 def test_what_a_rank_says_of_its_buffers_survives_packing() -> None:
-    closing = Closing(7, b"\1\0", (1, 0), failure="boom", buffers=b"12345678\0\1\1")
+    closing = Closing(7, b"\1\0", 2, failure="boom", buffers=b"12345678\0\1\1")
 
     assert Closing.unpack(closing.pack()) == closing
 

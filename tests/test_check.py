@@ -293,12 +293,33 @@ def test_a_replicated_model_agrees_and_its_collectives_are_counted():
     report = check(lambda: train(mlp()))
 
     assert report.ranks == (0, 1, 2, 8, 32, 63)
-    assert kinds(report) == ["broadcast", "all_reduce", "all_reduce"]
+    # The model, a step, in which order its gradients came, another step.
+    assert kinds(report) == ["broadcast", "all_reduce", "broadcast", "all_reduce"]
     assert "all_reduce" in str(report)
     assert str(report).startswith("64 ranks, of which 6 were run: 0, 1, 2, 8, 32, 63. They agree.")
     reduced = report.collectives[0][3]
     assert (reduced.nbytes, reduced.dtype) == (58 * 4, "float32")
     assert reduced.where.startswith("tests/test_check.py:") or "test_check.py:" in reduced.where
+
+
+def test_ranks_whose_gradients_come_in_different_orders_agree():
+    """The ranks that are run again hear rank 0's order, as they would over a network."""
+
+    def step(rank):
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+        paceline.replicate(model, bucket_mb=1e-6)
+        for _ in range(3):
+            x = torch.ones(1, 4)
+            for name in "abc" if rank < 2 else "cab":
+                x = model[name](x)
+            x.sum().backward()
+
+    report = check(step)
+
+    assert kinds(report).count("all_reduce") == 3 * 6
+    assert kinds(report, 63) == kinds(report)
+    sent = "broadcast of 24 B int32 from rank 0 on the default group (64 ranks)"
+    assert sent in map(str, report.collectives[63])
 
 
 def test_accumulation_agrees():
@@ -490,7 +511,7 @@ def test_a_compiled_model_communicates_as_the_plain_one():
         model = torch.compile(paceline.replicate(mlp()), backend="eager")
         model(torch.randn(8, 4)).sum().backward()
 
-    assert kinds(check(step)) == ["broadcast", "all_reduce"]
+    assert kinds(check(step)) == ["broadcast", "all_reduce", "broadcast"]
 
 
 def test_tensor_parallel_and_sharded_models_agree():

@@ -189,7 +189,7 @@ def test_frames_survive_packing() -> None:
     odd = Opening(2**40, b"\0" * 8, 9, Kind.JOINED, told=(b"x", b""), failure="ValueError: ü")
     for opening in (Opening(3, b"12345678"), odd):
         assert Opening.unpack(opening.pack()) == opening
-    full = Closing(7, b"\1\0\1", (2, 0, 70000), (1,), (4, 10, 1), told=(b"", b"y"))
+    full = Closing(7, b"\1\0\1", 70000, (1, 0, 70000), (4, 10, 1), told=(b"", b"y"))
     for closing in (Closing(), full, Closing(failure="boom\nline", stuck=True)):
         assert Closing.unpack(closing.pack()) == closing
     for told in (Round(), Round(more=True), Round(failure="ValueError: ü")):

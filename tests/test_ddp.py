@@ -268,6 +268,37 @@ def test_bad_arguments(options: dict, text: str) -> None:
     assert text in str(caught.value)
 
 
+def test_a_group_beside_a_mesh_is_refused_as_torch_does() -> None:
+    words = r"^Cannot specify both process_group and device_mesh arguments\. .*leave one of them out$"
+    with pytest.raises(RuntimeError, match=words):
+        Ours(net(), process_group=1, device_mesh=2)
+
+
+@ranks(4)
+def test_a_mesh_of_two_dimensions_is_refused_with_their_names() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    unnamed = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+
+    with pytest.raises(
+        RuntimeError, match=r"^Only 1D device mesh is supported, .* has \('dp', 'tp'\); give one"
+    ):
+        Ours(net(), device_mesh=mesh)
+    with pytest.raises(RuntimeError, match="this one has 2 dimensions; give one"):
+        Ours(net(), device_mesh=unnamed)
+
+
+def test_names_are_given_to_exactly_the_trained_parameters() -> None:
+    model = Ours(nn.Linear(3, 2))
+    parameters, _ = model._build_params_for_reducer()
+
+    assert model._build_debug_param_to_name_mapping(parameters) == {0: "weight", 1: "bias"}
+    strange = r"^Expected param to name mapping of what is trained here, .* not: \(2, 3\) at place 2\. Give"
+    with pytest.raises(ValueError, match=strange):
+        model._build_debug_param_to_name_mapping([*parameters, nn.Parameter(torch.ones(2, 3))])
+    with pytest.raises(ValueError, match="^Param with name bias: trained here as well, but missing from the"):
+        model._build_debug_param_to_name_mapping(parameters[:1])
+
+
 def test_only_modules_are_wrapped() -> None:
     with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module, got int"):
         Ours(3)

@@ -441,6 +441,99 @@ def test_the_plan_follows_the_arrival_order_after_the_first_step(rank: int) -> N
     ]
 
 
+class Chain(nn.Module):
+    """Three layers, run in the order that a call asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, order: str) -> torch.Tensor:
+        x = torch.ones(1, 4)
+        for name in order:
+            x = getattr(self, name)(x)
+        return x.sum()
+
+
+def planned(model: nn.Module) -> str:
+    """Return the layers of a chain as its plan has them."""
+    plan = paceline.replica(model).plan
+    return "".join(plan.specs[index].name[0] for index in plan.order)
+
+
+@ranks(3)
+def test_where_the_orders_of_arrival_differ_all_ranks_take_rank_0s(rank: int) -> None:
+    model = paceline.replicate(Chain())
+
+    model(["bca", "cba", "abc"][rank]).backward()
+
+    assert planned(model) == "acb"
+
+
+@ranks(3)
+def test_a_rank_0_without_a_gradient_leaves_the_order_to_the_next_one_that_has_some(rank: int) -> None:
+    model = paceline.replicate(Chain())
+
+    with paceline.join(model):
+        if rank > 0:
+            model(["", "bca", "abc"][rank]).backward()
+
+    assert planned(model) == "acb"
+
+
+@ranks(2)
+def test_no_order_is_sent_where_no_rank_has_a_gradient(rank: int) -> None:
+    model = paceline.replicate(Chain())
+    paceline.skip(model)
+    assert not paceline.replica(model).reducer.is_plan_learned
+
+    model("bca").backward()
+
+    assert planned(model) == "acb"
+
+
+@ranks(2)
+def test_the_order_is_learned_after_a_first_backward_that_has_failed(rank: int) -> None:
+    model = paceline.replicate(Chain())
+    with pytest.raises(ZeroDivisionError if rank == 0 else paceline.PeerFailed):
+        output = model("bca")
+        if rank == 0:
+            model.b.weight.register_hook(lambda gradient: 1 / 0)
+        output.backward()
+    assert not paceline.replica(model).reducer.is_plan_learned
+    model.b.weight._backward_hooks.clear() if rank == 0 else None
+
+    model("bca").backward()
+
+    assert planned(model) == "acb"
+
+
+@ranks(2)
+def test_a_rank_that_knows_its_plan_follows_the_others_that_learn_theirs(rank: int) -> None:
+    model = paceline.replicate(Chain())
+    if rank == 1:
+        paceline.replica(model).reducer._planner.is_guess = False  # as after loading what only it has
+
+    for _ in range(2):
+        model("bca").backward()
+
+    assert planned(model) == "acb"
+
+
+@ranks(2)
+def test_a_profile_shows_the_order_going_out_and_the_search_for_unused_parameters(rank: int) -> None:
+    model = paceline.replicate(Chain())
+    with torch.autograd.profiler.profile() as first:
+        model("bca").backward()
+    with torch.autograd.profiler.profile() as second:
+        model("bca").backward()
+
+    names = [[event.name for event in profile.function_events] for profile in (first, second)]
+    assert [each.count("gloo:broadcast") for each in names] == [1, 0]
+    assert [each.count("gloo:all_reduce") for each in names] == [1, 1]
+    assert [each.count("paceline::search_unused_parameters") for each in names] == [1, 1]
+
+
 @ranks(2)
 def test_slots_that_are_often_missing_move_to_the_end_of_the_plan(rank: int) -> None:
     model = nn.ModuleDict({"rare": nn.Linear(4, 4, bias=False), "often": nn.Linear(4, 4, bias=False)})

@@ -406,11 +406,14 @@ def test_the_time_runs_out_while_buckets_land(rank: int, tmp_path: Path) -> None
     def hook(bucket: GradBucket, comm: Comm) -> Pending:
         return Pending(bucket.flat) if comm.rank == 1 else comm.average(bucket.flat)
 
-    model, told = paceline.replicate(nn.Linear(4, 4), hook=hook, timeout_seconds=1), Told(tmp_path)
+    model, told = paceline.replicate(nn.Linear(4, 4), timeout_seconds=1), Told(tmp_path)
 
     def step() -> None:
+        model.zero_grad()
         model(ones(rank)).sum().backward()
 
+    step()
+    paceline.replica(model).set_hook(hook)
     if rank == 1:
         step()
     ran = run_out(rank, tmp_path, step)
@@ -418,7 +421,7 @@ def test_the_time_runs_out_while_buckets_land(rank: int, tmp_path: Path) -> None
     told.tell(f"{rank} is through")
     told.wait(f"{1 - rank} is through")
     if rank == 0:
-        assert "in step 0 of Linear #1 for 1 buckets that are on their way" in ran[1]
+        assert "in step 1 of Linear #1 for 1 buckets that are on their way" in ran[1]
         assert model.weight.grad is None
 
 

@@ -113,6 +113,7 @@ def until_waiting(handle):
 def test_a_step_is_counted_exactly(rank):
     model = replicate(net())
     step(model)
+    step(model)
 
     stats = replica(model).stats()
     assert (stats.rank, stats.size, stats.hook) == (rank, 2, "average")
@@ -123,8 +124,27 @@ def test_a_step_is_counted_exactly(rank):
 
 
 @ranks(2)
+def test_the_order_of_arrival_is_one_collective_more_in_the_first_step(rank):
+    model = replicate(net())
+    step(model)
+
+    stats = replica(model).stats()
+    # Four parameters, each with a number of four bytes.
+    assert (stats.collectives, stats.sent_nbytes, stats.buckets_reduced) == (2, 4 * PARAMETERS + 4 * 4, 1)
+
+
+@ranks(1)
+def test_a_group_of_one_sends_no_order_of_arrival(rank):
+    model = replicate(net())
+    step(model)
+
+    assert replica(model).stats().collectives == 1
+
+
+@ranks(2)
 def test_small_buckets_are_small_collectives(rank):
     model = replicate(net(), bucket_mb=1e-6)  # every parameter by itself
+    step(model)
     step(model)
 
     stats = replica(model).stats()
@@ -144,6 +164,7 @@ def test_small_buckets_are_small_collectives(rank):
 )
 def test_what_a_hook_sends_is_what_is_counted(rank, hook, collectives, nbytes):
     model = replicate(net(), hook=hook)
+    step(model)
     step(model)
 
     stats = replica(model).stats()
@@ -172,6 +193,7 @@ def test_buffers_are_one_collective_more(rank):
     torch.manual_seed(0)
     model = replicate(nn.BatchNorm1d(6))
     step(model)
+    step(model)
 
     stats = replica(model).stats()
     # Weight and bias; running mean, running variance, and a counter of 8 bytes.
@@ -189,7 +211,7 @@ def test_local_backwards_are_counted_beside_the_step(rank):
     model(x()).sum().backward()
 
     stats = replica(model).stats()
-    assert (stats.step, stats.local_backwards, stats.timed_steps, stats.collectives) == (0, 2, 1, 1)
+    assert (stats.step, stats.local_backwards, stats.timed_steps, stats.buckets_reduced) == (0, 2, 1, 1)
 
 
 @ranks(2)

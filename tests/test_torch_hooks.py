@@ -1,8 +1,10 @@
 """Communication hooks in torch's form, and torch's own hooks, on our class."""
 
 import copy
+import threading
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 
 import paceline
 from paceline import DistributedDataParallel as Ours
+from paceline.comm import GroupComm
 from paceline.hooks import FromTorch
 from paceline.hooks.torch_form import check_torch_hook
+from paceline.meeting import Meeting
 from paceline.testing import ranks
 
 Theirs = torch.nn.parallel.DistributedDataParallel
@@ -97,6 +101,44 @@ def test_torchs_powersgd_gives_what_it_gives_on_torchs_class(rank: int, hook: An
     assert all(torch.equal(row, weights[0]) for row in everyones(weights[0]))
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
     assert (weights[0] - plain).abs().max() > 1e-3  # so it has been compressed
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.BatchNorm1d])
+@ranks(2)
+def test_nothing_of_ours_goes_out_while_a_hook_may_start_collectives_from_a_callback(
+    rank: int, kind: type[nn.Module]
+) -> None:
+    """Or one rank sends it before what the callback sends, and another after it."""
+    closed, started = threading.Event(), []
+
+    def twice(state: None, bucket: Any) -> torch.futures.Future:
+        def again(future: torch.futures.Future) -> torch.Tensor:
+            assert closed.wait(30)
+            dist.all_reduce(future.value()[0])
+            started.append("callback")
+            return future.value()[0] / 4
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    module = nn.Linear(8, 4) if kind is nn.Linear else kind(8)
+    model = paceline.replicate(module, hook=FromTorch(None, twice))
+    hear, broadcast = Meeting.hear, GroupComm.broadcast
+
+    def hear_and_go_on(meeting: Meeting, *args: Any) -> Any:
+        tally = hear(meeting, *args)
+        closed.set()
+        return tally
+
+    def broadcast_and_note(comm: GroupComm, *args: Any) -> Any:
+        started.append("broadcast")
+        return broadcast(comm, *args)
+
+    with mock.patch.object(Meeting, "hear", hear_and_go_on):
+        with mock.patch.object(GroupComm, "broadcast", broadcast_and_note):
+            model(share(rank)).sum().backward()
+
+    assert started[0] == "callback"
+    assert started.count("broadcast") == 1 + len(list(model.buffers())[:1])
 
 
 _orthogonalize = powerSGD_hook._orthogonalize

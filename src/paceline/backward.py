@@ -10,6 +10,7 @@ collectives always match, and training can go on.
 """
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import threading
@@ -34,6 +35,7 @@ from paceline.sharded import owner_of
 from paceline.shelf import APART, NOWHERE, Layout, Packet, SparseGradient
 from paceline.sparse import Share, gather_rows
 from paceline.tally import Outcome, Tally, mixed_up, peer_failed
+from paceline.torch_private import shown_in_profiles
 from paceline.tree import Tree
 from paceline.weights import NOTHING, Ledger
 from paceline.wiring import Consumer, Wiring
@@ -505,13 +507,15 @@ class SyncedBackward:
     def finish(self, *, learn: bool = False) -> Outcome:
         """Hear what the others used, and hand out the reduced gradients.
 
-        With ``learn`` the outcome holds the order in which gradients arrived on rank 0.
+        With ``learn`` the outcome holds the order in which gradients arrived on rank 0, or on the first rank
+        that has any.
         """
         self.send_rest()
+        arrival: Sequence[int] = tuple(self.seen) if learn else ()
         shares = self._shares()
         self._show_apart(shares)
         turn = self._buffers_due()
-        self._meeting.tell(self._closing(shares, turn, learn=learn))
+        self._meeting.tell(self._closing(shares, turn, len(arrival)))
         if turn is None:
             linger(self._flights)
         tally = self._hear()
@@ -523,6 +527,7 @@ class SyncedBackward:
         with torch.no_grad():
             self._receive(tally, turn)
             self._refuse(tally)
+            arrival = self._arrival_of_one(tally, arrival)
             self._agree_across()
             rows = {} if tally.is_plain else self._gather_rows(shares, tally)
         self.record.has_landed()
@@ -537,27 +542,52 @@ class SyncedBackward:
             rider.handed_out(self.step)
         if turn and turn.is_disputed:
             raise self._buffers_differ(turn)
-        return tally.outcome
+        return dataclasses.replace(tally.outcome, arrival=arrival) if arrival else tally.outcome
 
-    def _closing(self, shares: dict[int, Share], turn: Turn | None, *, learn: bool) -> Closing:
+    def _closing(self, shares: dict[int, Share], turn: Turn | None, arrived: int) -> Closing:
+        with shown_in_profiles("paceline::search_unused_parameters"):
+            used = self._used()
         return Closing(
             self._wiring.control.trace,
-            self._used(),
-            tuple(self.seen) if learn else (),
+            used,
+            arrived,
             tuple(sorted(self._late)),
             tuple(n for i, share in shares.items() for n in (i, share.count, share.came_dense)),
             buffers=turn.tell() if turn else b"",
             told=[rider.closes(self.step) for rider in self._wiring.riders],
         )
 
+    def _arrival_of_one(self, tally: Tally, mine: Sequence[int]) -> Sequence[int]:
+        """Return one rank's order of arrival, the same on every rank; nothing if there is none to learn from.
+
+        The closing frames decide, so that no rank waits for a broadcast that another does not join. To be
+        called when all buckets have landed: until then a hook in torch's form may start collectives.
+        """
+        comm, guide = self._wiring.comm, tally.guide
+        if guide is None or comm.size == 1:
+            return () if guide is None else mine
+        count = tally.closings[guide].arrived
+        device = self._layout.parameters[self._layout.plan.members[0]].device
+        comm.waits(self._meeting)
+        try:
+            order = comm.numbers_of(guide, mine, count, device)
+        finally:
+            comm.waits(None)
+        self.record.sends_numbers(count)
+        return order
+
     def _receive(self, tally: Tally, turn: Turn | None) -> None:
         """Wait for everything that is on its way."""
         if tally.is_plain and turn is None:
             self._land(surely=False)
             return
-        if turn and not tally.failed:
+        # A hook in torch's form may start collectives from callbacks until its buckets have landed.
+        beside = self._wiring.is_counted
+        if turn and beside and not tally.failed:
             self._send_buffers(turn, tally)
         self._land(surely=bool(tally.failed))
+        if turn and not beside and not tally.failed:
+            self._send_buffers(turn, tally)
         if turn:
             turn.take()
         if not tally.failed:

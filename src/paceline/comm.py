@@ -151,6 +151,15 @@ class Comm(ABC):
         """Send the j-th of ``size`` equal parts to rank j: the result has a row from each rank."""
         return _Share(self.gather(flat), self.rank)
 
+    def numbers_of(
+        self, source: int, numbers: Sequence[int], count: int, device: torch.device
+    ) -> Sequence[int]:
+        """Broadcast one rank's whole numbers, of which there are ``count``, and wait for them."""
+        mine = numbers if self.rank == source else [0] * count
+        flat = torch.tensor(mine, dtype=torch.int32, device=device)
+        found: list[int] = self.broadcast(flat, source).wait().tolist()
+        return found
+
     @abstractmethod
     def split(self, size: int) -> "Comm":
         """Return the comm of the ``size`` neighbouring ranks that this rank is among. For set-up."""

@@ -22,7 +22,15 @@ from paceline.buffer_policies import Policies, Policy
 from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm, GroupComm
 from paceline.compile.guarding import untraced
-from paceline.ddp_arguments import caps_from, delayed_names, deprecated, move_to, single_device, syncs_buffers
+from paceline.ddp_arguments import (
+    caps_from,
+    check_one_group,
+    delayed_names,
+    deprecated,
+    move_to,
+    single_device,
+    syncs_buffers,
+)
 from paceline.errors import words_of
 from paceline.finite import Mode, read_mode
 from paceline.fused_optim import StepEach, StepInBackward
@@ -80,6 +88,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
+        check_one_group(process_group, device_mesh)
         comm = comm_for(process_group, device_mesh, module)
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters

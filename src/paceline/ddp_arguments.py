@@ -18,6 +18,21 @@ def deprecated(message: str) -> None:
     warnings.warn(message, FutureWarning, stacklevel=5)  # by way of what keeps compilers out
 
 
+def check_one_group(process_group: Any, device_mesh: Any) -> None:
+    """Refuse two answers to the question of who takes part, with torch's exception and its words."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments. Each says over which ranks to "
+            "reduce; leave one of them out"
+        )
+    if getattr(device_mesh, "ndim", 1) != 1:
+        names = getattr(device_mesh, "mesh_dim_names", None) or f"{device_mesh.ndim} dimensions"
+        raise RuntimeError(
+            f"Only 1D device mesh is supported, and this one has {names}; give one of them, such as "
+            'mesh["dp"]'
+        )
+
+
 def syncs_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
     """Tell whether buffers are taken from rank 0 before each forward."""
     if broadcast_buffers is None:

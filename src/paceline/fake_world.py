@@ -8,6 +8,7 @@ backend "fake"), ``distributed_c10d._new_group_with_tag``,
 ``torch.autograd._engine_run_backward``, and two functions that empty caches of ``torch.distributed.tensor``.
 """
 
+import json
 import os
 import random
 import sys
@@ -120,6 +121,23 @@ class EchoControl(Control):
         # Ranks that are not run do as the first one does that is.
         return [told.get(rank, told[min(told)]) for rank in self.group.ranks]
 
+    def numbers_of(self, source: int, numbers: Sequence[int], count: int) -> Sequence[int]:
+        """Write down a broadcast of numbers that, unlike other tensors' contents, decide what comes next."""
+        topic, frame = self.label + b".numbers", json.dumps([*numbers]).encode()
+        self._seat.add(
+            "broadcast",
+            self.group,
+            nbytes=4 * count,
+            dtype="int32",
+            sizes=(count,),
+            terms=(topic, source),
+            note=f" from rank {self.group.ranks[source]}",
+            said=frame,
+        )
+        self._posted[topic].append(frame)
+        found: list[int] = json.loads(self.collect(topic, 0.0)[source])
+        return found
+
     def _note_opening(self, name: bytes, opening: Opening) -> None:
         reducer = self._seat.reducers[name]
         plan, wiring = reducer.plan, reducer.wiring
@@ -186,6 +204,11 @@ class FakeComm(Comm):
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> Pending:
         return self._inner.broadcast(flat, source)
+
+    def numbers_of(
+        self, source: int, numbers: Sequence[int], count: int, device: torch.device
+    ) -> Sequence[int]:
+        return self._control.numbers_of(source, numbers, count)
 
     def gather(self, flat: torch.Tensor) -> Pending:
         rows = flat.new_empty(self.size, flat.numel())

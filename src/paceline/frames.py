@@ -75,8 +75,8 @@ class Closing(NamedTuple):
 
     ``trace`` stands for everything that this rank has sent so far, and in which order.
     ``used`` has a byte per parameter, 1 where this rank has a gradient to add; empty means all of them.
-    ``arrival`` is the order in which gradients came, where it is asked for. ``late`` are the parameters that
-    got one more gradient after their bucket was out. ``sparse`` has three numbers for each gradient that
+    ``arrived`` counts the gradients that came, where their order is asked for. ``late`` are the parameters
+    that got one more gradient after their bucket was out. ``sparse`` has three numbers for each gradient that
     travels by itself: the parameter, how many rows it has, and whether it came as a dense one. ``buffers``
     says which of them changed here (see paceline.buffers). ``told`` has what each rider has to say. A rank
     that is ``stuck`` has not sent everything, because its hook raised.
@@ -84,7 +84,7 @@ class Closing(NamedTuple):
 
     trace: int = 0
     used: bytes = b""
-    arrival: tuple[int, ...] = ()
+    arrived: int = 0
     late: tuple[int, ...] = ()
     sparse: tuple[int, ...] = ()
     failure: str = ""
@@ -100,18 +100,19 @@ class Closing(NamedTuple):
     def pack(self) -> bytes:
         if self.is_plain:
             return _CLOSING.pack(False, self.trace, *_NO_PARTS)
-        numbers = (_pack(self.arrival), _pack(self.late), _pack(self.sparse))
+        numbers = (_pack(self.late), _pack(self.sparse))
         parts = (self.used, *numbers, self.buffers, _pack_all(self.told), _encode(self.failure))
-        return _CLOSING.pack(self.stuck, self.trace, *(len(part) for part in parts)) + b"".join(parts)
+        lengths = (len(part) for part in parts)
+        return _CLOSING.pack(self.stuck, self.trace, self.arrived, *lengths) + b"".join(parts)
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Closing":
-        stuck, trace, *lengths = _CLOSING.unpack_from(frame)
+        stuck, trace, arrived, *lengths = _CLOSING.unpack_from(frame)
         ends = accumulate(lengths, initial=_CLOSING.size)
         used, *numbers, buffers, told, failure = (frame[start:end] for start, end in pairwise(ends))
-        arrival, late, sparse = map(_unpack, numbers)
+        late, sparse = map(_unpack, numbers)
         words = failure.decode(errors="replace")
-        return cls(trace, used, arrival, late, sparse, words, stuck, buffers, _unpack_all(told))
+        return cls(trace, used, arrived, late, sparse, words, stuck, buffers, _unpack_all(told))
 
 
 class Round(NamedTuple):

@@ -125,7 +125,7 @@ class Planner:
             self._wishes = dataclasses.replace(self._wishes, sparse=self._wishes.sparse | outcome.sparse)
             self._take(self.plan.with_sparse(outcome.sparse))
             return
-        if self.is_guess and outcome.arrival:
+        if outcome.arrival:
             self.is_guess = False
             self._take(self.plan.reordered(outcome.arrival))
             return

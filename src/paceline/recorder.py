@@ -85,6 +85,11 @@ class StepRecord:
         self.collectives += 1
         self.nbytes += flat.nbytes
 
+    def sends_numbers(self, count: int) -> None:
+        """Note whole numbers that go out in one collective (see ``Comm.numbers_of``)."""
+        self.collectives += 1
+        self.nbytes += 4 * count
+
     def counts(self, tensors: Iterable[torch.Tensor], collectives: int) -> None:
         """Note tensors that go out in some collectives."""
         self.collectives += collectives

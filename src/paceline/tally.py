@@ -22,7 +22,7 @@ class Outcome:
 
     missing: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by parameter, who did not use it
     missing_everywhere: frozenset[int] = frozenset()
-    arrival: tuple[int, ...] = ()  # of the first rank that took part
+    arrival: Sequence[int] = ()  # in which order gradients came on one rank, where that was asked for
     sparse: frozenset[int] = frozenset()  # whose gradient came without its zeros
 
 
@@ -94,9 +94,15 @@ class Tally:
         return Outcome(
             self.missing,
             frozenset(everywhere),
-            next((closing.arrival for closing in self.closings if closing.arrival), ()),
-            sparse.intersection(self.plan.order),
+            sparse=sparse.intersection(self.plan.order),
         )
+
+    @property
+    def guide(self) -> int | None:
+        """The rank whose order of arrival is taken, if one is asked for and there is one."""
+        if self.is_plain or self.failed or self.outcome.sparse:  # what was found to be sparse comes first
+            return None
+        return next((rank for rank, closing in enumerate(self.closings) if closing.arrived), None)
 
     @cached_property
     def rows(self) -> list[dict[int, Rows]]:

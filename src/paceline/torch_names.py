@@ -13,6 +13,7 @@ from torch import nn
 from paceline.errors import name_some
 from paceline.reducer import Reducer
 
+_GIVE = "Give the parameters that _build_params_for_reducer() returns"
 BROADCAST_NBYTES = 250 * 1024 * 1024
 
 
@@ -52,14 +53,19 @@ def name_parameters(module: nn.Module, parameters: Sequence[torch.Tensor]) -> di
     """Map the places of parameters in a list to their names; the list has to be the trained ones."""
     names = {id(p): name for name, p in trained(module) if p.requires_grad}
     given = {id(p) for p in parameters}
-    strange = sum(key not in names for key in given)
+    strange = [
+        f"{tuple(p.shape)} at place {place}" for place, p in enumerate(parameters) if id(p) not in names
+    ]
     if strange:
         raise ValueError(
-            f"these {len(parameters)} parameters cannot all be named: {strange} of them are not trained here"
+            "Expected param to name mapping of what is trained here, but these are not: "
+            f"{name_some(strange)}. {_GIVE}"
         )
     missing = [name for key, name in names.items() if key not in given]
     if missing:
-        raise ValueError(f"{name_some(missing)} are trained here as well, but were not given")
+        raise ValueError(
+            f"Param with name {name_some(missing)}: trained here as well, but missing from the list. {_GIVE}"
+        )
     return {place: names[id(p)] for place, p in enumerate(parameters)}
 
 

@@ -21,6 +21,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     DTensor(local, spec, requires_grad), its _local_tensor and _spec; AsyncCollectiveTensor
     torch.distributed.tensor.parallel.ddp, its _reconstruct_dtensor, _localize_dtensor and Parameter._st_info
     torch._C._disabled_torch_function_impl
+    torch.autograd._profiler_enabled           whether anybody would see a name in a profile
 """
 
 import logging
@@ -44,6 +45,7 @@ Node = torch.autograd.graph.Node
 CFuture = torch._C.Future  # what a collective's get_future() returns
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
+_UNSEEN = nullcontext()
 _DOOR = "_engine_run_backward"
 _CLIP = "_clip_grads_with_norm_"
 _PASS = "backward"  # of torch.distributed.autograd
@@ -68,6 +70,12 @@ def accumulator_of(parameter: torch.Tensor) -> Node:
     accumulator = node.next_functions[0][0]
     assert accumulator is not None
     return accumulator
+
+
+def shown_in_profiles(name: str) -> AbstractContextManager[Any]:
+    """Give what is done inside a name in a profile, if one is being taken on this thread."""
+    is_taken = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return torch.autograd.profiler.record_function(name) if is_taken else _UNSEEN
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

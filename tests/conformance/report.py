@@ -179,7 +179,7 @@ def summary(rows: list[Row]) -> str:
     ours = sum(row.verdict("torch") == row.verdict("paceline") == "pass" for row in rows)
     return (
         f"**{len(rows)} tests; torch passes {passed}, of which ours passes {ours}**, "
-        f"deviates in {count['deviates']} where torch raises and ours trains, differs otherwise in "
+        f"deviates in {count['deviates']} where torch raises or is silently wrong, differs otherwise in "
         f"{count['differs otherwise']}, and fails {count['ours fails']}. "
         f"{count['torch does not pass']} cannot pass here with torch's class either."
     )
