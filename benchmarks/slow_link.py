@@ -46,11 +46,17 @@ HOOKS: dict[str, tuple[Callable[[int], Hook], int, str]] = {
     "plain": (lambda _: average, 0, ">= 1.0"),
     "bfloat16": (lambda _: in_dtype(torch.bfloat16, average), 11, ">= 1.8"),
     "quantized(8)": (lambda _: quantized(bits=8), 0, ">= 2.0"),
-    "powersgd(2)": (lambda plain: powersgd(rank=2, start_step=plain), 11, ">= 4.5"),
+    "powersgd(2)": (lambda plain: powersgd(rank=2, start_step=plain), 0, ">= 4.5"),
+    "powersgd(2) but the head": (
+        lambda plain: powersgd(rank=2, start_step=plain, uncompressed=["head.*"]), 11, ">= 4.5"
+    ),
     "powersgd(4) in bfloat16": (
         lambda plain: powersgd(rank=4, start_step=plain, inner=in_dtype(torch.bfloat16)), 0, ">= 4.5"
     ),
-    f"local_sgd({EVERY})": (lambda _: local_sgd(every=EVERY), 11, ">= 4.4"),
+    f"local_sgd({EVERY})": (lambda _: local_sgd(every=EVERY), 0, ">= 4.4"),
+    f"local_sgd({EVERY}) in bfloat16": (
+        lambda _: local_sgd(every=EVERY, dtype=torch.bfloat16), 11, ">= 4.4"
+    ),
 }  # fmt: skip
 
 

@@ -14,8 +14,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 import paceline
 from paceline.comm import comm_over
 from paceline.hooks import average_parameters, is_sure, local_sgd, name_of
+from paceline.hooks.averaging import Anchors
 from paceline.testing import ranks
 from tests.hooks.world import World
+
+HALF = torch.bfloat16
 
 
 def model_of(rank: int = 0) -> nn.Module:
@@ -225,22 +228,86 @@ def test_the_average_can_be_asked_for_before_saving(rank: int) -> None:
 
 
 @ranks(2)
-def test_a_saved_state_goes_on_where_it_was(rank: int) -> None:
+def test_moves_travel_in_16_bits_and_weights_stay_near_the_exact_average(rank: int) -> None:
+    exact, ours = (
+        paceline.replicate(model_of(), hook=hook) for hook in (local_sgd(2), local_sgd(2, dtype=HALF))
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (exact, ours)]
+    sent = spy_on_averages(paceline.replica(ours).comm)
+    for count in range(8):
+        for model, optimizer in zip((exact, ours), optimizers, strict=True):
+            train(model, optimizer, rank, count)
+
+    everyone = everyones(ours)
+    assert torch.equal(everyone[0], everyone[1])
+    assert sent == [torch.float32, HALF, HALF, HALF]  # the first time there is nothing to have moved from
+    moved = (flat(exact) - flat(model_of())).norm()
+    assert 0 < (flat(ours) - flat(exact)).norm() < 0.01 * moved
+
+
+def spy_on_averages(comm: Any) -> list[torch.dtype]:
+    sent, average = [], comm.average
+    comm.average = lambda tensor: sent.append(tensor.dtype) or average(tensor)
+    return sent
+
+
+@ranks(2)
+def test_small_moves_of_large_weights_are_not_lost_in_16_bits(rank: int) -> None:
+    weight, anchors = torch.full((4,), 1000.0), Anchors(HALF)
+    named = [("weight", weight)]
+    anchors.average(named, comm_over(None))
+
+    for _ in range(10):
+        weight += 0.25 * (rank + 1)
+        anchors.average(named, comm_over(None))
+
+    assert weight.tolist() == [1000.0 + 10 * 0.375] * 4
+
+
+@ranks(2)
+def test_numbers_that_16_bits_would_not_shrink_are_averaged_as_they_are(rank: int) -> None:
+    tensors = {"half": torch.full((2,), rank + 1.0, dtype=HALF), "complex": torch.full((2,), 1j * (rank + 1))}
+    anchors = Anchors(HALF)
+
+    for _ in range(2):
+        anchors.average(list(tensors.items()), comm_over(None))
+
+    assert not anchors.by_name
+    assert [tensor[0].item() for tensor in tensors.values()] == [1.5, 1.5j]
+
+
+@ranks(4)
+def test_only_the_average_of_all_ranks_is_of_moves(rank: int) -> None:
+    hook = local_sgd(hierarchy={1: 2, 2: 4}, dtype=HALF)
+    model = paceline.replicate(model_of(), hook=hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    for count in range(4):
+        train(model, optimizer, rank, count)
+
+    everyone = everyones(model)
+    assert all(torch.equal(row, everyone[0]) for row in everyone)
+    assert hook._anchors.by_name.keys() == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@ranks(2)
+def test_a_saved_state_goes_on_where_it_was(rank: int, dtype: torch.dtype | None) -> None:
     def start() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        hook = local_sgd(every=3, start_step=1)
+        hook = local_sgd(every=3, start_step=1, dtype=dtype)
         model = paceline.replicate(model_of(), hook=hook)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), hook
 
     model, optimizer, hook = start()
-    for count in range(3):
+    for count in range(5):
         train(model, optimizer, rank, count)
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), hook.state_dict()])
-    for count in range(3, 8):
+    for count in range(5, 10):
         train(model, optimizer, rank, count)
     again, optimizer, hook = start()
     for part, state in zip((again, optimizer, hook), saved, strict=True):
         part.load_state_dict(state)
-    for count in range(3, 8):
+    for count in range(5, 10):
         train(again, optimizer, rank, count)
 
     assert torch.equal(flat(again), flat(model))
@@ -280,6 +347,7 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(rank: int) -> None:
 def test_it_can_be_named_and_is_sure() -> None:
     assert name_of(local_sgd()) == "local_sgd(every=8, start_step=0)"
     assert name_of(local_sgd(hierarchy={8: 16, 2: 4})) == "local_sgd(start_step=0, hierarchy={2: 4, 8: 16})"
+    assert name_of(local_sgd(4, dtype=HALF)) == "local_sgd(every=4, start_step=0, dtype=torch.bfloat16)"
     assert is_sure(local_sgd())
 
 
@@ -294,6 +362,7 @@ def test_it_can_be_named_and_is_sure() -> None:
         ({"hierarchy": {2: 4, 3: 8}}, "both steps and ranks are multiples of those before, such as"),
         ({"hierarchy": {2: 4, 4: 4}}, "both steps and ranks are multiples of those before, such as"),
         ({"hierarchy": {2: 4}, "every": 5}, "a multiple of the hierarchy's last 2 steps, got 5"),
+        ({"dtype": torch.int8}, "local_sgd() takes dtype=torch.bfloat16, torch.float16 or torch.float32"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:

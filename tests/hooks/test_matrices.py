@@ -14,8 +14,8 @@ def zeros(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[
     return {f"p{i}": torch.zeros(shape, dtype=dtype) for i, shape in enumerate(shapes)}
 
 
-def is_large(rows: int, columns: int) -> bool:
-    return rows * columns > 3 * (rows + columns)
+def is_large(block: Block) -> bool:
+    return block.rows * block.columns > 3 * (block.rows + block.columns)
 
 
 def covered(cut: Cut) -> list[int]:

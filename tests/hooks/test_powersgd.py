@@ -209,6 +209,25 @@ def test_min_compression_decides() -> None:
     assert (len(world.calls[0]), len(other.calls[0])) == (2, 1)
 
 
+def test_parameters_that_are_named_travel_as_they_are() -> None:
+    gradients = [drawn(r, head=(20, 20), body=(20, 20)) for r in range(2)]
+    world = World(2)
+
+    results = reduce(fresh(2, rank=1, uncompressed=["he*"]), gradients, world=world)
+
+    mean = mean_of(gradients)
+    torch.testing.assert_close(results[0]["head"].double(), mean["head"])
+    assert not torch.allclose(results[0]["body"].double(), mean["body"], atol=0.1)
+    assert sum(world.nbytes()) == 4 * (400 + 20 + 20)  # all of one, and the factors of the other
+
+
+def test_a_name_that_no_parameter_has_is_refused() -> None:
+    hook = powersgd(uncompressed=["heads"])
+
+    with pytest.raises(ValueError, match="uncompressed=...\\) names 'heads', which no parameter .* matches"):
+        hook.bind([("head", torch.zeros(2, 2))], World(2).comms[0])
+
+
 def test_the_first_steps_are_plain() -> None:
     hooks = fresh(start_step=3)
 
@@ -462,7 +481,7 @@ def test_large_numbers_are_not_lost() -> None:
 def test_its_name_has_every_setting() -> None:
     assert name_of(powersgd(rank=3, inner=in_dtype(torch.float16))) == (
         "powersgd(rank=3, start_step=10, warm_start=True, error_feedback=True, min_compression=2.0, "
-        "batched=False, seed=0, inner=in_dtype(torch.float16, average))"
+        "uncompressed=(), batched=False, seed=0, inner=in_dtype(torch.float16, average))"
     )
 
 
@@ -476,6 +495,9 @@ def test_its_name_has_every_setting() -> None:
         ({"seed": "x"}, ValueError, "seed to be a whole number of 0 or more, got 'x'"),
         ({"min_compression": 0.5}, ValueError, "min_compression to be a number of 1.0 or more, got 0.5"),
         ({"min_compression": float("nan")}, ValueError, "min_compression to be a number of 1.0 or more"),
+        ({"uncompressed": "head"}, ValueError, "a list of names or patterns such as ['head.*'], got 'head'"),
+        ({"uncompressed": [1]}, ValueError, "uncompressed to be a list of names or patterns"),
+        ({"uncompressed": ["a"], "batched": True}, ValueError, "batched=True or uncompressed, not both"),
         ({"inner": "average"}, TypeError, "powersgd() takes another hook inside"),
         ({"inner": quantized()}, ValueError, "which may remember nothing of them; got quantized(bits=8"),
     ],

@@ -3,6 +3,8 @@
 import inspect
 from typing import Any
 
+import torch
+
 from paceline.hooks.bucket import StatefulHook
 
 
@@ -29,6 +31,23 @@ def check_number(hook: str, name: str, value: Any, least: float) -> None:
     """Refuse what is not a number, or too small."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
         raise ValueError(f"{hook}() needs {name} to be a number of {least} or more, got {value!r}")
+
+
+def check_dtype(hook: str, dtype: Any) -> None:
+    """Refuse what numbers cannot travel in; None is none."""
+    if dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return
+    raise ValueError(
+        f"{hook}() takes dtype=torch.bfloat16, torch.float16 or torch.float32, or None, got {dtype!r}"
+    )
+
+
+def check_patterns(hook: str, name: str, value: Any) -> None:
+    """Refuse what is not a collection of patterns; a string alone would be taken for its letters."""
+    if isinstance(value, str) or not all(isinstance(each, str) and each for each in value):
+        raise ValueError(
+            f"{hook}() needs {name} to be a list of names or patterns such as ['head.*'], got {value!r}"
+        )
 
 
 def check_inner(hook: str, inner: Any) -> None:

@@ -3,6 +3,7 @@
     local_sgd(every=8)                          all ranks after every 8th optimizer step
     local_sgd(hierarchy={2: 4, 8: 16})          4 neighbours after every 2nd, all 16 after every 8th
     local_sgd(every=8, hierarchy={1: 4})        gradients among 4 neighbours in each backward
+    local_sgd(every=8, dtype=torch.bfloat16)    what travels is how far the weights have moved, in 16 bits
 
 Between these points the ranks' weights differ, by design. The optimizer's own state (momentum) stays each
 rank's.
@@ -18,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm import Comm, Pending
 from paceline.hooks.average import average
-from paceline.hooks.averaging import average_parameters
+from paceline.hooks.averaging import Anchors, average_parameters
 from paceline.hooks.bucket import GradBucket, Named, Way
-from paceline.hooks.checks import check_whole
-from paceline.hooks.remembering import RememberingHook
+from paceline.hooks.checks import check_dtype, check_whole
+from paceline.hooks.remembering import RememberingHook, Shapes
 from paceline.sharded import owner_of
 from paceline.torch_private import engine_watch
 
@@ -29,13 +30,19 @@ EVERY = 8
 
 
 def local_sgd(
-    every: int | None = None, start_step: int = 0, hierarchy: Mapping[int, int] | None = None
+    every: int | None = None,
+    start_step: int = 0,
+    hierarchy: Mapping[int, int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> "LocalSGD":
     """Average weights after every ``every``-th optimizer step (default 8), instead of gradients.
 
     The first ``start_step`` steps average gradients. ``hierarchy`` adds averages among neighbouring ranks:
     {steps between them: how many ranks}. Its last entry has to be all ranks, unless ``every`` is given.
+    With a ``dtype`` all ranks' average is of how far each weight has moved since the last one, and travels
+    in this dtype; a copy of the weights is kept for that.
     """
+    check_dtype("local_sgd", dtype)
     check_whole("local_sgd", "start_step", start_step, 0)
     if every is not None:
         check_whole("local_sgd", "every", every, 1)
@@ -47,7 +54,7 @@ def local_sgd(
             f"local_sgd() needs every to be a multiple of the hierarchy's last {levels[-1].every} steps, got "
             f"{every}"
         )
-    return LocalSGD(every, start_step, levels)
+    return LocalSGD(every, start_step, levels, dtype)
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,12 @@ class LocalSGD(RememberingHook):
     is_sure = True
     may_join = False  # ranks that have run out of batches do not step, so they would not average
 
-    def __init__(self, every: int | None, start_step: int, levels: tuple[Level, ...]) -> None:
+    def __init__(
+        self, every: int | None, start_step: int, levels: tuple[Level, ...], dtype: torch.dtype | None
+    ) -> None:
         super().__init__()
+        self._dtype = dtype
+        self._anchors = None if dtype is None else Anchors(dtype)
         self._every = every
         self._start_step = start_step
         self._levels = levels
@@ -117,6 +128,8 @@ class LocalSGD(RememberingHook):
         """Average the weights over all ranks: before saving them, or before another hook. A collective."""
         if self._comm is not None and self._comm.size > 1:
             average_parameters([parameter for _, parameter in self._named], self._comm)
+            if self._anchors is not None:
+                self._anchors.clear()
 
     def settle(self) -> None:
         self.average_now()
@@ -124,6 +137,8 @@ class LocalSGD(RememberingHook):
     def unbind(self) -> None:
         super().unbind()
         self._let_go()
+        if self._anchors is not None:
+            self._anchors.clear()  # another model may have other parameters under the same names
 
     def _let_go(self) -> None:
         self._comms = []
@@ -160,8 +175,14 @@ class LocalSGD(RememberingHook):
         for every, comm in self._comms:
             if steps % every == 0:
                 if every > 1:
-                    average_parameters([parameter for _, parameter in stepped], comm)
+                    self._average(stepped, comm)
                 return
+
+    def _average(self, named: Named, comm: Comm) -> None:
+        if self._anchors is not None and comm is self._comms[0][1]:
+            self._anchors.average(named, comm)
+        else:
+            average_parameters([parameter for _, parameter in named], comm)
 
     def _counts(self, optimizer: str) -> bool:
         """Count a step, at most once for each backward: an optimizer may be wrapped in another."""
@@ -172,9 +193,16 @@ class LocalSGD(RememberingHook):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "optimizers": dict(self._optimizers)}
+        anchors = {} if self._anchors is None else self._anchors.by_name
+        saved = {name: anchor.clone() for name, anchor in anchors.items()}
+        return {**super().state_dict(), "optimizers": dict(self._optimizers), "anchors": saved}
+
+    def _shapes(self) -> Shapes:
+        return {name: a.shape for name, a in (self._anchors.by_name if self._anchors else {}).items()}
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        if self._anchors is not None:
+            self._anchors.by_name = dict(state.get("anchors", {}))
         self._optimizers = {name: (steps, seen) for name, (steps, seen) in state["optimizers"].items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,4 +213,5 @@ class LocalSGD(RememberingHook):
         settings += [f"start_step={self._start_step}"]
         if self._levels:
             settings += [f"hierarchy={ {level.every: level.ranks for level in self._levels} }"]
+        settings += [f"dtype={self._dtype}"] if self._dtype is not None else []
         return f"local_sgd({', '.join(settings)})"

@@ -18,8 +18,6 @@ import torch
 
 from paceline.hooks.bucket import GradBucket
 
-IsWorth = Callable[[int, int], bool]  # whether a matrix of so many rows and columns is to be compressed
-
 
 @dataclass(frozen=True)
 class Block:
@@ -42,6 +40,9 @@ class Block:
     def can_take(self, other: "Block") -> bool:
         """Tell whether another block goes on where this one ends, with matrices of the same shape."""
         return (self.end, self.rows, self.columns) == (other.start, other.rows, other.columns)
+
+
+IsWorth = Callable[[Block], bool]  # whether a matrix is to be compressed
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _cut(placed: Iterable[Block], flat: torch.Tensor, is_worth: IsWorth) -> Cut:
     blocks: list[Block] = []
     rest: list[tuple[int, int]] = []
     for block in placed:
-        if not flat.is_floating_point() or not is_worth(block.rows, block.columns):
+        if not flat.is_floating_point() or not is_worth(block):
             start = rest.pop()[0] if rest and rest[-1][1] == block.start else block.start
             rest.append((start, block.end))
         elif blocks and blocks[-1].can_take(block):

@@ -12,18 +12,20 @@ less. After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradien
 Optimization", 2019.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from paceline.comm import Comm, Pending
+from paceline.errors import name_some
 from paceline.hooks.average import average
-from paceline.hooks.bucket import GradBucket, Hook, Way, may_join, name_of, way_of
-from paceline.hooks.checks import check_number, check_stateless, check_whole
+from paceline.hooks.bucket import GradBucket, Hook, Named, Way, may_join, name_of, way_of
+from paceline.hooks.checks import check_number, check_patterns, check_stateless, check_whole
 from paceline.hooks.factors import Factors
-from paceline.hooks.matrices import Cut, as_one, by_parameter
+from paceline.hooks.matrices import Block, Cut, as_one, by_parameter
 from paceline.hooks.orthonormal import orthonormal
 from paceline.hooks.remembering import RememberingHook, Shapes
 from paceline.hooks.residuals import Residuals
@@ -39,27 +41,36 @@ def powersgd(
     warm_start: bool = True,
     error_feedback: bool = True,
     min_compression: float = 2.0,
+    uncompressed: Collection[str] = (),
     batched: bool = False,
     seed: int = 0,
     inner: Hook = average,
 ) -> "PowerSGD":
     """Send each matrix of gradients as factors of ``rank`` columns, after ``start_step`` plain steps.
 
-    Parameters with one dimension, and those that would not shrink ``min_compression`` times, travel as they
-    are. ``batched`` takes each bucket as one square matrix: fewer operators, a coarser picture. ``inner``
-    takes the means: of whole buckets in the plain steps, of factors afterwards.
+    Parameters with one dimension, those that would not shrink ``min_compression`` times, and those whose
+    names match a pattern in ``uncompressed``, travel as they are. ``batched`` takes each bucket as one square
+    matrix: fewer operators, a coarser picture. ``inner`` takes the means: of whole buckets in the plain
+    steps, of factors afterwards.
     """
     check_whole("powersgd", "rank", rank, 1)
     check_whole("powersgd", "start_step", start_step, 0)
     check_whole("powersgd", "seed", seed, 0)
     check_number("powersgd", "min_compression", min_compression, 1.0)
     check_stateless("powersgd", inner)
+    check_patterns("powersgd", "uncompressed", uncompressed)
+    if batched and uncompressed:
+        raise ValueError(
+            "powersgd() takes batched=True or uncompressed, not both: a bucket that is one matrix has no "
+            "parameters in it"
+        )
     return PowerSGD(
         rank=rank,
         start_step=start_step,
         warm_start=bool(warm_start),
         error_feedback=bool(error_feedback),
         min_compression=float(min_compression),
+        uncompressed=tuple(uncompressed),
         batched=bool(batched),
         seed=seed,
         inner=inner,
@@ -124,9 +135,22 @@ class PowerSGD(RememberingHook):
             cut = self._cuts[names] = take(bucket, self._is_worth)
         return cut
 
-    def _is_worth(self, rows: int, columns: int) -> bool:
-        factors = (rows + columns) * self._rank
-        return bool(rows * columns > factors * self._settings["min_compression"])
+    def _is_worth(self, block: Block) -> bool:
+        factors = (block.rows + block.columns) * self._rank
+        is_smaller = block.rows * block.columns > factors * self._settings["min_compression"]
+        return is_smaller and not any(self._is_chosen(key) for key in block.keys)
+
+    def _is_chosen(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._settings["uncompressed"])
+
+    def bind(self, named: Named, comm: Comm) -> None:
+        for pattern in self._settings["uncompressed"]:
+            if not any(fnmatchcase(name, pattern) for name, _ in named):
+                raise ValueError(
+                    f"powersgd(uncompressed=...) names {pattern!r}, which no parameter of this model matches. "
+                    f"Its parameters are {name_some([name for name, _ in named])}"
+                )
+        super().bind(named, comm)
 
     def unbind(self) -> None:
         super().unbind()

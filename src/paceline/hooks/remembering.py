@@ -60,7 +60,8 @@ class RememberingHook(StatefulHook):
         planned = tuple(state.get("planned", ()))
         if self._comm is not None:
             self._check_place(place, self._comm)
-            shapes = {name: tensor.shape for name, tensor in state.get("residuals", {}).items()}
+            tensors = {**state.get("residuals", {}), **state.get("anchors", {})}
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
             self._check_shapes(shapes, self._named)
             self._check_order(planned, self._named)
         self._load(state)
