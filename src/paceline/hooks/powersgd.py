@@ -147,7 +147,7 @@ class PowerSGD(RememberingHook):
         for pattern in self._settings["uncompressed"]:
             if not any(fnmatchcase(name, pattern) for name, _ in named):
                 raise ValueError(
-                    f"powersgd(uncompressed=...) names {pattern!r}, which no parameter of this model matches. "
+                    f"powersgd(uncompressed=...) names {pattern!r}, which no parameter here matches. "
                     f"Its parameters are {name_some([name for name, _ in named])}"
                 )
         super().bind(named, comm)
