@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.backward import SyncedBackward
-from paceline.pass_backward import SyncedPass
 from paceline.testing import ranks
 
 SIZE = 2
@@ -749,18 +748,6 @@ def learned(rank: int) -> Any:
 def parts_of(reducer: Any) -> tuple[Any, ...]:
     record = reducer.recorder.start(reducer.step, in_backward=False)
     return reducer._wiring, reducer._planner.layout, record, set(), set(), None
-
-
-@ranks(2)
-def test_a_pass_of_distributed_autograd_listens_to_every_gradient(rank: int) -> None:
-    reducer = learned(rank)
-    layout = reducer._planner.layout
-
-    opened = SyncedPass(reducer.passes, lambda _: None, *parts_of(reducer))
-
-    assert layout.quiet
-    assert not opened.quiet
-    assert opened._waiting == layout.counts
 
 
 @ranks(2)

@@ -62,6 +62,7 @@ class LocalBackward:
     """A backward inside ``no_sync()``: it only notes what now differs between the ranks."""
 
     quiet = NONE
+    is_pass = False
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class SyncedBackward:
     """
 
     # What most backwards leave as it is.
+    is_pass = False  # of distributed autograd: gradients that autograd brings now are of other ones
     _weight = 1.0
     _in_graph = False
     _hold = False

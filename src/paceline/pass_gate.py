@@ -1,10 +1,15 @@
-"""The gate through which passes of distributed autograd come to a replica, one at a time.
+"""The gate through which passes of distributed autograd come to a replica, to be reduced one at a time.
+
+    a gradient           open()               of which pass is it? nothing is sent while it computes
+    the end of a pass    on_backward_end()    its gradients are reduced, all at once
 
 Its engine says neither which pass a gradient is of, nor that a pass has failed. The gate is told by the
 module's forward, and by the door of ``torch.distributed.autograd.backward`` in the process that calls it.
 """
 
 import contextlib
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -12,9 +17,9 @@ from typing import Protocol
 import torch
 
 from paceline.backward import LocalBackward, SyncedBackward
-from paceline.passes import Passes, Stage
+from paceline.passes import Pass, Passes, Stage, at_once
 from paceline.tally import BACKWARD
-from paceline.torch_private import is_dtensor
+from paceline.torch_private import engine_watch, is_dtensor
 
 LOOK_SECONDS = 0.02  # how often a pass looks whether its turn has come
 
@@ -33,45 +38,124 @@ class Engine(Protocol):
 
     def open_now(self) -> SyncedBackward | LocalBackward: ...
 
+    def run_pass(self, present: Pass) -> Stage: ...
+
+    def awaited(self) -> list[str]: ...
+
+    def why_not_several(self) -> Exception | None: ...
+
     def on_backward_begin(self, leaves: Callable[[], set[int]]) -> None: ...
 
     def on_backward_left(self) -> None: ...
 
     def on_backward_raised(self, error: BaseException) -> None: ...
 
-    def tell_failure(self, error: BaseException, where: str) -> None: ...
-
     def open_failure(self, error: BaseException, where: str) -> None: ...
+
+    def tell_failure(self, error: BaseException, where: str) -> None: ...
 
 
 class PassGate:
-    """Lets passes in, and settles what becomes of them. Listens to ``pass_watch``."""
+    """Lets passes in, and settles what becomes of them. Listens to ``pass_watch``, and to their ends."""
 
     def __init__(self, engine: Engine, name: bytes) -> None:
         self.name = name
         self.passes = Passes()
         self.keeps_gradients = False  # what fails is a pass: the parameters' own gradients are none of it
+        # Whoever holds it waits for other ranks, but never for a thread of autograd: that may wait here.
+        self._turn = threading.RLock()
+        self._failing: int | None = None  # the context of the pass that was opened as failed
+        self._to_tell: list[BaseException] = []  # of passes that came inside of an ordinary backward
         self._engine: Engine = weakref.proxy(engine)
-        self._if_alive = weakref.ref(engine)
+        self._if_alive: Callable[[], Engine | None] = weakref.ref(engine)
+        self._nothing = LocalBackward((), set(), counts=False)
 
     def note_forward(self) -> bool:
         """Hear that a forward begins; tell whether it is part of a pass of distributed autograd."""
-        if self._engine.open_backward is not None and self.passes.ended_early():
-            # The engine of distributed autograd does not say that a pass has failed elsewhere.
-            self._fail_pass(_never_ended())
         return torch.is_grad_enabled() and self.passes.note_forward()
 
-    def _fail_pass(self, error: BaseException) -> None:
-        self.passes.end(Stage.FAILED, error)
-        with self._keeping_gradients():
-            self._engine.on_backward_raised(error)
-        self.tell_refused()
+    def open(
+        self, first: int, came: torch.Tensor | None, *, is_taken: bool = False
+    ) -> SyncedBackward | LocalBackward:
+        """Start a backward, unless its first gradient is of a pass: that is started when it has ended."""
+        with self._turn:  # while a pass is reduced, the parameters have its gradients
+            if self.passes.has_claim:
+                return self._nothing
+            found = self.passes.find(self._engine.parameters[first], came, is_taken=is_taken)
+            if found is None:
+                self.passes.refuse_ordinary()
+                self._await_turn()
+                return self._engine.open_now()
+            found = self._refused(found)
+            self.passes.claim(found)
+            if engine_watch.call_at_end(self):
+                found.error = found.error or self._engine.why_not_several()
+        return self._nothing
 
-    def tell_refused(self) -> None:
-        """Let the others know of passes that came while another one was open here."""
-        while self.passes.refused:
+    def _refused(self, found: Pass) -> Pass:
+        """Refuse sharded parameters: what is partial in a context would be taken for a whole."""
+        if not any(map(is_dtensor, self._engine.parameters)):
+            return found
+        error = RuntimeError(
+            "sharded parameters (DTensors) cannot be reduced inside a context of distributed autograd. "
+            "Run an ordinary backward(), or replicate a part of the model that is not sharded"
+        )
+        return Pass(None, who=found.who, error=error)
+
+    def _await_turn(self) -> None:
+        """Wait until no other backward is open: another thread may be telling that its own has failed."""
+        while self._engine.open_backward is not None:
+            time.sleep(LOOK_SECONDS)
+
+    # ---- a pass has computed everything ----------------------------------------------------------
+
+    def on_backward_over(self) -> None:
+        """See BackwardListener. What follows is done for one replica after the other."""
+
+    def on_backward_end(self) -> None:
+        """See BackwardListener: reduce the pass that has ended."""
+        if self._is_gone:
+            return
+        self._let_others_go_first()
+        found = self.passes.take_claim()
+        if found is None:
+            return
+        with self._turn:
+            self._await_turn()
+            self._refuse_gone()
+            error = self.passes.why_not(found)
+            if error is not None and not self._is_to_be_told(found):
+                found.is_open = False
+                raise error
+            self._run(found)
+
+    def _run(self, found: Pass) -> None:
+        self.passes.begin(found)
+        try:
+            stage = self._engine.run_pass(found)
+        except BaseException as error:
+            self.passes.end(Stage.FAILED, error)
             with self._keeping_gradients():
-                self._engine.tell_failure(self.passes.refused.pop(), BACKWARD)
+                self._engine.on_backward_raised(error)
+            raise
+        self.passes.end(stage)
+
+    def _refuse_gone(self) -> None:
+        """Refuse passes that others wait for, and that have been given up: here they may never end."""
+        while (gone := self.passes.gone(self._engine.awaited())) is not None:
+            with contextlib.suppress(RuntimeError):
+                self._run(gone)
+
+    def _let_others_go_first(self) -> None:
+        """Keep the order in which passes began. On a GPU the others may need this very thread."""
+        if all(parameter.device.type == "cpu" for parameter in self._engine.parameters):
+            while not self.passes.is_first:
+                time.sleep(LOOK_SECONDS)
+
+    def _is_to_be_told(self, found: Pass) -> bool:
+        """Tell whether other ranks have to hear from here that a pass is refused: they are going to wait."""
+        is_known = found.context is not None or self.passes.is_called  # who has called it hears, and tells
+        return self._engine.wants_sync and not is_known
 
     @contextlib.contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
@@ -82,68 +166,7 @@ class PassGate:
         finally:
             self.keeps_gradients = False
 
-    @contextlib.contextmanager
-    def settling(self) -> Iterator[None]:
-        """Settle a failure at once if no door of the engine is going to tell us of it."""
-        try:
-            yield
-        except BaseException as error:
-            if self.passes.present is not None:
-                self._fail_pass(error)
-            raise
-
-    def open(
-        self, first: int, came: torch.Tensor | None, *, is_taken: bool = False
-    ) -> SyncedBackward | LocalBackward:
-        """Start a backward that may be one of distributed autograd, whose threads may all be here at once."""
-        with self.passes.opening:
-            if self._engine.open_backward is not None and self.passes.has_turn:
-                return self._engine.open_backward
-            is_pass = True
-            try:
-                found = self.passes.find(self._engine.parameters[first], came, is_taken=is_taken)
-                is_pass = found is not None
-                if is_pass:
-                    self._refuse_sharded()
-                self._await_turn()
-                self.passes.begin(found)
-                if not self.passes.is_over:
-                    with self.settling():
-                        return self._engine.open_now()
-            except BaseException as error:
-                if not is_pass:
-                    raise
-                self.passes.refuse(error)
-                if (
-                    self._engine.wants_sync and not self.passes.is_called
-                ):  # nobody here is going to hear of it
-                    with self._keeping_gradients():
-                        self._engine.tell_failure(error, BACKWARD)
-                    self.tell_refused()
-            self.passes.present = None
-            return LocalBackward(self._engine.parameters, set())
-
-    def _refuse_sharded(self) -> None:
-        """Refuse sharded parameters: what is partial in a context would be taken for a whole."""
-        if any(map(is_dtensor, self._engine.parameters)):
-            raise RuntimeError(
-                "sharded parameters (DTensors) cannot be reduced inside a context of distributed autograd. "
-                "Run an ordinary backward(), or replicate a part of the model that is not sharded"
-            )
-
-    def arrived_elsewhere(self, index: int) -> None:
-        """Note a gradient of another backward than the open one. Called by the thread that computes it."""
-        if self._engine.parameters[index].device.type != "cpu":  # the open one may need this very thread
-            self.passes.refuse_second()
-            return
-        self.open(index, None).arrived(index)
-
-    def _await_turn(self) -> None:
-        """Wait until no backward of another pass is open."""
-        while self._engine.open_backward is not None:
-            if self.passes.ended_early():
-                self._fail_pass(_never_ended())
-            self.passes.opening.wait(LOOK_SECONDS)
+    # ---- a pass that this process calls ----------------------------------------------------------
 
     @contextlib.contextmanager
     def turn_of(self, context: int) -> Iterator[object]:
@@ -178,13 +201,19 @@ class PassGate:
 
     def on_pass_failing(self, context: int, error: BaseException) -> None:
         """See PassListener: open, as failed, what was going to be opened."""
+        if self._is_lost(context) and self._turn.acquire(blocking=False):
+            try:
+                if self._engine.open_backward is None:
+                    self._engine.open_failure(error, BACKWARD)
+                    self._failing = context
+            finally:
+                self._turn.release()
+
+    def _is_lost(self, context: int) -> bool:
+        """Tell whether the other ranks wait for a pass that has failed before its gradients were there."""
         found = self.passes.get(context)
-        if self._is_gone or found is None or not found.is_due or found.is_closing:
-            return
-        if self._engine.open_backward is not None and self.passes.present is not found:
-            self.passes.give_way(found)  # to a backward of another thread
-        elif self._engine.wants_sync:
-            self._engine.open_failure(error, BACKWARD)
+        is_ours = not self._is_gone and found is not None and found.is_due and not found.is_closing
+        return is_ours and self._engine.wants_sync
 
     def on_pass_raised(self, context: int, error: BaseException) -> BaseException | None:
         """See PassListener: settle the matter with the other ranks, unless that has been done."""
@@ -192,15 +221,36 @@ class PassGate:
         if self._is_gone or found is None or found.is_closing:
             return None
         if found.is_due:
-            if self.passes.present is found:
-                self._fail_pass(error)
-            else:
-                with self._keeping_gradients():
-                    self._engine.on_backward_raised(error)  # of what was opened as failed
-                self.tell_refused()
-            found.settle(Stage.FAILED)
+            self.passes.drop_claim(found)
+            is_lost = self._is_lost(context)
+            found.settle(Stage.FAILED, self._why_inside())
+            if is_lost:
+                self._tell(context, found.error or error)
         return found.error
 
+    def _why_inside(self) -> BaseException | None:
+        """Say why a pass has failed that came inside of an ordinary backward; this one is still open then."""
+        backward = self._engine.open_backward
+        return at_once() if backward is not None and not backward.is_pass else None
 
-def _never_ended() -> RuntimeError:
-    return RuntimeError("a backward of distributed autograd did not end")
+    def _tell(self, context: int, error: BaseException) -> None:
+        """Tell the other ranks that a pass has failed, and hear where they are."""
+        if self._failing == context:
+            self._failing = None
+            with self._keeping_gradients():
+                self._engine.on_backward_raised(error)
+        elif self._why_inside() is not None:
+            self._to_tell.append(error)  # the ordinary backward may wait for this very thread
+        else:
+            with self._turn:  # another pass was being reduced
+                self._await_turn()
+                self._tell_now(error)
+
+    def _tell_now(self, error: BaseException) -> None:
+        with self._keeping_gradients():
+            self._engine.tell_failure(error, BACKWARD)
+
+    def on_ordinary_end(self) -> None:
+        """Tell of passes that came inside of the ordinary backward that has just ended."""
+        while self._to_tell:
+            self._tell_now(self._to_tell.pop())

@@ -1,33 +1,35 @@
 """The passes of distributed autograd that a replica takes part in, and what has become of each.
 
     forward    note_forward()     in which context the module was called, and by whom
-    backward   begin()            the first gradient arrives: of which pass is it?
-    its end    end(), fail()      agreed on by all ranks, this rank's only, or failed
+    backward   find(), claim()    the first gradient arrives: of which pass is it?
+               begin()            it has computed everything, and its turn has come
+    its end    end()              agreed on by all ranks, this rank's only, or failed
 
 No gradient says which pass it is of. It is of the pass whose backward this thread has called, if it has
-called one; else of the only one that is due and holds a gradient of that parameter. If two passes run at
-once, the second waits for its turn, and the ranks tell each other in every opening whose turn it is: where
-they differ, all of them refuse.
+called one; else of the only one that is due and holds a gradient of that parameter. Several passes may
+compute at once. They are reduced one by one, in the order in which they end, and the ranks tell each other
+in every opening whose turn it is: where they differ, all of them refuse.
 """
 
 import contextlib
 import enum
 import threading
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
-from paceline.errors import RanksDisagree
-from paceline.remote import Context
+from paceline.errors import RanksDisagree, words_of
+from paceline.remote import Context, unknown_context
 from paceline.riders import Rider
-from paceline.torch_private import context_number, current_task, pass_watch, raise_at_end
+from paceline.tally import peer_failed
+from paceline.torch_private import context_number, current_task, pass_watch
 
-_CROWDED, _ALONE = b"\1", b"\0"
+_CROWDED, _ALONE = "\1", "\0"
 _CONTEXT = "context "
 _NOBODY = "a call from another process"
+_MANY = 64  # passes of which nobody says that they have failed are forgotten some time
 
 
 class Stage(enum.Enum):
@@ -49,6 +51,8 @@ class Pass:
     has_forward: bool = False
     is_due: bool = False  # a backward is to come
     is_called: bool = False  # a thread of this process is in its backward
+    has_come: bool = False  # a gradient of it was seen here
+    is_open: bool = False  # it is computing gradients, or they wait to be reduced
     is_closing: bool = False  # its gradients are being reduced, on some thread
     error: BaseException | None = None
     versions: dict[torch.Tensor, int] = field(default_factory=dict)  # of its gradients, when it had ended
@@ -71,24 +75,30 @@ class Pass:
         """Tell whether its gradient was written since it had ended."""
         return self.gradient_of(parameter)._version != self.versions.get(parameter, -1)
 
+    def arrived(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Return which parameters have got a gradient since all ranks had agreed on what it holds."""
+        gradients = self.context.gradients() if self.context is not None else {}
+        held = [(index, p) for index, p in enumerate(parameters) if p in gradients]
+        is_new = self.stage is not Stage.AGREED
+        return [i for i, p in held if is_new or gradients[p]._version != self.versions.get(p, -1)]
+
     def settle(self, stage: Stage, error: BaseException | None = None) -> None:
         """Note how it has ended."""
-        self.stage, self.error, self.is_due, self.is_closing = stage, error, False, False
+        self.stage, self.error = stage, error
+        self.is_due = self.is_open = self.is_closing = False
         gradients = self.context.gradients() if self.context is not None and self.is_live else {}
         self.versions = {parameter: gradient._version for parameter, gradient in gradients.items()}
 
 
 class Passes(Rider):
-    """The passes of one replica; ``present`` is the one whose backward is open."""
+    """The passes of one replica; ``present`` is the one that is being reduced."""
 
     def __init__(self) -> None:
         self._known: dict[int, Pass] = {}
+        self._ended: list[Pass] = []  # their contexts have, but their last gradients may be still to come
+        self._claims: dict[int, Pass] = {}  # by the number of the backward that computes it
         self.present: Pass | None = None
-        self.opening = threading.Condition()  # several threads may bring the first gradients of a pass
-        self.refused: list[RuntimeError] = []  # the other ranks hear of it when the present one is over
         self._turn = threading.RLock()
-        self._task = -1
-        self._refused_tasks: deque[int] = deque(maxlen=64)
         self._threads_mixed = False  # contexts of several threads were open at once
         self._is_shared = False  # the ranks are called in common contexts
 
@@ -99,6 +109,7 @@ class Passes(Rider):
             return False
         found = self._known_or_new(number)
         found.has_forward = found.is_due = True
+        found.error = None
         assert found.context is not None
         if found.context.is_ours:
             found.who = _name_of_thread()
@@ -133,7 +144,7 @@ class Passes(Rider):
         if found is None or not found.is_due or found.is_closing or found.context is None:
             return
         if not found.context.gradients().keys().isdisjoint(parameters):
-            raise _at_once()
+            raise at_once()
 
     def turn_of(self, number: int) -> AbstractContextManager[object]:
         """Wait inside until no other pass through this replica is in a backward that this process called."""
@@ -147,7 +158,9 @@ class Passes(Rider):
     def _known_or_new(self, number: int) -> Pass:
         for other in [n for n, each in self._known.copy().items() if n != number and not each.is_live]:
             if self._known.get(other) is not self.present:  # another thread may do the same
-                self._known.pop(other, None)
+                ended = self._known.pop(other, None)
+                if ended is not None and ended.stage in (Stage.COMPUTED, Stage.FAILED):
+                    self._ended = [*self._ended[-_MANY:], ended]
         return self._known.setdefault(number, Pass(Context(number)))
 
     def _others(self, one: Pass) -> list[Pass]:
@@ -161,17 +174,21 @@ class Passes(Rider):
         ``came`` is what autograd has brought for that parameter.
         """
         found = self._pass_of(first, came)
-        # A gradient that is nowhere to be seen belongs to a context that nobody has told us of.
-        return Pass(None) if found is None and first.grad is None and not is_taken else found
+        if found is not None or first.grad is not None or is_taken:
+            return found
+        # A gradient that is nowhere to be seen: its context has ended, or nobody has told us of it.
+        late = (each for each in self._gone() if not each.has_come)
+        return next(late, None) or Pass(None, error=unknown_context())
 
-    def begin(self, found: Pass | None) -> None:
-        """Note the backward that opens now."""
-        self.present, self._task = found, current_task()
-        if found is not None and found.context is not None and not found.is_live and not self.is_over:
-            raise RuntimeError(
-                f"the context {found.context.number} of distributed autograd has ended before its backward "
-                "had its turn. Run one pass at a time through a replica"
-            )
+    def _gone(self) -> list[Pass]:
+        """Return passes that other processes have begun and given up, the first one first."""
+        known = [*self._ended, *self._known.copy().values()]
+        return [each for each in known if each.who.startswith(_CONTEXT) and not each.is_live]
+
+    def gone(self, whose: Sequence[str]) -> Pass | None:
+        """Return a pass that others wait for, and of which nobody has said yet that it fails here."""
+        missed = [each for each in self._gone() if each.who in whose and each.stage is Stage.COMPUTED]
+        return missed[0] if missed else None
 
     def _pass_of(self, first: torch.Tensor, came: torch.Tensor | None) -> Pass | None:
         called = pass_watch.context
@@ -179,107 +196,109 @@ class Passes(Rider):
             return found
         holding = [each for each in self._known.copy().values() if each.holds(first)]
         # A pass that has ended once, and is to come again, holds the gradients that it had then.
-        new = [each for each in holding if each is not self.present and each.has_changed(first)]
-        due = [each for each in new if each.is_due or each.is_called]
-        if len(due) > 1 and came is not None and came.layout is torch.strided:
-            # What comes fresh is put into its context as it is.
-            due = [each for each in due if each.gradient_of(first).data_ptr() == came.data_ptr()] or due
+        new = [each for each in holding if not each.is_open and each.has_changed(first)]
+        due = _brought([each for each in new if each.is_due or each.is_called], first, came)
         if len(due) > 1:
-            raise _at_once()
+            return Pass(None, error=at_once())
         # A pass of another process may come again, and we have not heard of the call.
-        again = [each for each in holding if not _is_ours(each) and each.has_changed(first)]
+        again = _brought([each for each in new if not _is_ours(each)], first, came)
         found_again = again[0] if len(again) == 1 else None
         return due[0] if due else found_again
 
+    def claim(self, found: Pass) -> None:
+        """Note that the backward that this thread works for is of a pass."""
+        found.has_come = found.is_open = True
+        self._claims[current_task()] = found
+        for task in list(self._claims)[:-_MANY]:
+            self._claims.pop(task).is_open = False
+
     @property
-    def is_over(self) -> bool:
-        """Whether the backward that this thread works for has failed here: what still comes is of no use."""
-        found = self.present
-        if found is None or found.stage is not Stage.FAILED or found.is_due:
-            return current_task() in self._refused_tasks
-        if found.error is not None:  # all ranks have refused it before it had begun here
-            self.refuse(found.error)
+    def has_claim(self) -> bool:
+        """Whether the backward that this thread works for is known to be of a pass."""
+        return current_task() in self._claims
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other pass has begun to compute before this one, and may still end."""
+        for task, each in self._claims.copy().items():
+            if task == current_task():
+                break
+            if each.is_open and each.is_live:
+                return False
         return True
+
+    def take_claim(self) -> Pass | None:
+        """Return the pass that the backward is of which this thread works for, when it has ended."""
+        return self._claims.pop(current_task(), None)
+
+    def drop_claim(self, found: Pass) -> None:
+        """Hear that the backward of a pass has raised."""
+        self._claims = {task: each for task, each in self._claims.items() if each is not found}
+
+    def refuse_ordinary(self) -> None:
+        """Refuse an ordinary backward, whose gradients could be taken for those of a pass."""
+        if any(each.is_open and each.is_live for each in self._claims.copy().values()):
+            raise at_once()
+
+    def begin(self, found: Pass) -> None:
+        """Note that the gradients of a pass are reduced from now on."""
+        self.present, found.is_closing = found, True
+        found.error = self.why_not(found)
+
+    def why_not(self, found: Pass) -> BaseException | None:
+        """Say why a pass cannot be reduced, if it cannot."""
+        if found.error is None and found.context is not None and not found.is_live:
+            return _too_late(found.context)
+        return found.error
 
     @property
     def is_called(self) -> bool:
         """Whether a thread of this process is in the backward of a pass, and hears how it ends."""
         return any(each.is_called for each in self._known.copy().values())
 
-    @property
-    def has_turn(self) -> bool:
-        """Whether this thread works for the backward that is open."""
-        return current_task() == self._task
-
-    def refuse_second(self) -> None:
-        """End another backward than the open one, where it cannot wait for its turn."""
-        if current_task() in self._refused_tasks:
-            return
-        others = [each for each in self._known.copy().values() if each is not self.present]
-        meant = [each for each in others if each.is_called or each.is_due]
-        self.refuse(self.give_way(meant[0] if len(meant) == 1 else Pass(None)))
-
-    def give_way(self, second: Pass) -> RuntimeError:
-        """Let a pass fail because another backward is open; the other ranks hear of it when that is over."""
-        error = _at_once()
-        self.refused.append(error)
-        second.settle(Stage.FAILED, error)
-        return error
-
-    def refuse(self, error: BaseException) -> None:
-        """Have the backward that this thread works for end with an exception, whatever else it computes."""
-        if current_task() not in self._refused_tasks:
-            self._refused_tasks.append(current_task())
-            raise_at_end(error)
-
     def lent(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Let parameters have the gradients of the present pass inside, if there is one."""
-        if self.present is None:
-            return contextlib.nullcontext()
-        self.present.is_closing = True
-        context = self.present.context
+        """Let parameters have the gradients of the present pass inside."""
+        context = self.present.context if self.present is not None else None
         return contextlib.nullcontext() if context is None else context.lent(parameters)
 
     def end(self, stage: Stage, error: BaseException | None = None) -> None:
         """Note how the present pass has ended."""
         if self.present is not None:
             self.present.settle(stage, error)
-        self.present, self._task = None, -1
-
-    def ended_early(self) -> bool:
-        """Tell whether the present pass can never end: its context has, and nothing is being reduced."""
-        return self.present is not None and not self.present.is_closing and not self.present.is_live
+        self.present = None
 
     # ---- who reduces what ------------------------------------------------------------------------
 
     def opens(self, step: int) -> bytes:
-        if self.present is None or self.present.context is None:
+        if self.present is None:
             return b""
         crowded = self._threads_mixed or any(
             other.is_due and not _is_ours(other) for other in self._others(self.present)
         )
-        return (_CROWDED if crowded else _ALONE) + self.present.who.encode()
+        why = words_of(self.present.error) if self.present.error is not None else ""
+        return f"{_CROWDED if crowded else _ALONE}{self.present.who}\0{why}".encode()
 
     def opened(self, step: int, told: Sequence[bytes], present: Sequence[int]) -> None:
         """Refuse, on every rank, to average different passes where several run at once on some."""
-        if not any(told):
-            return
-        whose = {rank: told[rank][1:].decode() for rank in present if told[rank]}
+        said = {rank: told[rank].decode() for rank in present if told[rank]}
+        whose = {rank: who_of(text) for rank, text in said.items()}
+        refused = {rank: why for rank, text in said.items() if (why := text[1:].partition("\0")[2])}
         is_one = len(set(whose.values())) == 1 and "" not in whose.values()
         self._is_shared |= is_one and len(whose) > 1 and _CONTEXT in next(iter(whose.values()))
-        is_crowded = self._is_shared or any(told[rank].startswith(_CROWDED) for rank in whose)
-        if not whose or is_one or not is_crowded:
-            return
-        where = ", ".join(f"rank {rank} that of {who or _NOBODY}" for rank, who in whose.items())
-        error = RanksDisagree(
-            f"step {step}: several passes of distributed autograd run at once, and the ranks reduce "
-            f"different ones: {where}. Run one pass at a time through a replica, or give each thread a "
-            "replica over a process group of its own. No context was changed."
-        )
-        for each in self._known.copy().values():
-            if each.who.startswith(_CONTEXT) and each.who in whose.values() and each is not self.present:
-                each.settle(Stage.FAILED, error)  # here its turn has not come, and never will
-        raise error
+        is_crowded = self._is_shared or any(text.startswith(_CROWDED) for text in said.values())
+        if refused:
+            own = self.present.error if self.present is not None else None
+            self._give_up(set(whose.values()), error := peer_failed(step, refused))
+            raise error if own is None else own
+        if whose and not is_one and is_crowded:
+            self._give_up(set(whose.values()), differ := _differ(step, whose))
+            raise differ
+
+    def _give_up(self, whose: set[str], error: Exception) -> None:
+        """Let passes fail that other ranks have given up: when they have ended here, that is known."""
+        for each in [*self._ended, *self._known.copy().values()]:
+            if each.who.startswith(_CONTEXT) and each.who in whose and each is not self.present:
+                each.stage, each.error, each.is_due = Stage.FAILED, error, False
 
     # ---- the guard -------------------------------------------------------------------------------
 
@@ -291,7 +310,7 @@ class Passes(Rider):
     def unsynced(self, number: int, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return those parameters, with their gradients, whose gradients in a context only this rank has."""
         found = self._known.get(number)
-        if found is not None and found.stage is Stage.AGREED and found is not self.present:
+        if found is not None and found.stage is Stage.AGREED and not found.is_open:
             return {}
         gradients = Context(number).gradients()
         return {parameter: gradients[parameter] for parameter in parameters if parameter in gradients}
@@ -299,7 +318,7 @@ class Passes(Rider):
     def why_unsynced(self, number: int) -> str:
         """Say what has become of a pass, and what helps."""
         found = self._known.get(number)
-        if found is not None and found is self.present:
+        if found is not None and found.is_open:
             return "Its backward is still running: step after it"
         if found is not None and found.stage is Stage.LOCAL:
             return (
@@ -313,7 +332,37 @@ def _is_ours(one: Pass) -> bool:
     return one.context is not None and one.context.is_ours
 
 
-def _at_once() -> RuntimeError:
+def _brought(some: list[Pass], first: torch.Tensor, came: torch.Tensor | None) -> list[Pass]:
+    """Return, of several passes, the one that a gradient is of, if that can be seen."""
+    if len(some) < 2 or came is None or came.layout is not torch.strided:
+        return some
+    # What comes fresh is put into its context as it is.
+    return [each for each in some if each.gradient_of(first).data_ptr() == came.data_ptr()] or some
+
+
+def _too_late(context: Context) -> RuntimeError:
+    return RuntimeError(
+        f"the context {context.number} of distributed autograd has ended before its backward had its turn. "
+        "Run one pass at a time through a replica"
+    )
+
+
+def who_of(told: str) -> str:
+    """Return, of what a rank says when it opens a backward, whose pass that is."""
+    return told[1:].partition("\0")[0]
+
+
+def _differ(step: int, whose: dict[int, str]) -> RanksDisagree:
+    where = ", ".join(f"rank {rank} that of {who or _NOBODY}" for rank, who in whose.items())
+    return RanksDisagree(
+        f"step {step}: several passes of distributed autograd run at once, and the ranks reduce different "
+        f"ones: {where}. Run one pass at a time through a replica, or give each thread a replica over a "
+        "process group of its own. No context was changed."
+    )
+
+
+def at_once() -> RuntimeError:
+    """Say that two backwards run at once which cannot be told apart."""
     return RuntimeError(
         "two backwards run at once through one replica, in different passes of distributed autograd. Run one "
         "pass at a time, or give each thread a replica over a process group of its own"

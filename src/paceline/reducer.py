@@ -30,12 +30,11 @@ from paceline.errors import (
     name_some,
     words_of,
 )
-from paceline.frames import Kind
+from paceline.frames import Kind, Opening
 from paceline.hooks import Hook, StatefulHook, name_of, way_of
 from paceline.local import LocalGradients
-from paceline.pass_backward import LocalPass, SyncedPass
 from paceline.pass_gate import PassGate
-from paceline.passes import Passes, Stage
+from paceline.passes import Pass, Passes, Stage, who_of
 from paceline.plan import Caps, Plan, Wishes
 from paceline.planner import Planner
 from paceline.recorder import Recorder
@@ -119,7 +118,7 @@ class Reducer:
         def on_gradient(_inputs: Any, outputs: Any) -> None:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
-            if backward is None:
+            if backward is None or backward.is_pass:
                 backward = self._open(index, outputs[0])
             if index not in backward.seen:
                 if index in backward.quiet:
@@ -232,32 +231,28 @@ class Reducer:
         return self.gate.open(first, came, is_taken=is_taken) if agent_is_set() else self.open_now()
 
     def open_now(self) -> SyncedBackward | LocalBackward:
-        """Start a backward with its first gradient, of whatever pass it is."""
+        """Start an ordinary backward with its first gradient."""
         backward: SyncedBackward | LocalBackward
-        is_reduced = self.wants_sync
-        self._local.note_backward(is_reduced=is_reduced)
-        for rider in self._wiring.riders:
-            rider.begins()
-        if is_reduced:
-            hold = self.passes.present is not None or self._is_learning
-            backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=hold)
+        if self._note_start():
+            backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=self._is_learning)
         else:
-            backward = self._backward = self._start_local()
-            self.recorder.counts_local()
+            counts = self._local.counts
+            backward = LocalBackward(self._leaves, self._local.indices, self._tree, counts=counts)
+            self._backward = backward
         self._arm()
         if engine_watch.nested():
             self.on_nested_begin()
         return backward
 
-    def _start_local(self) -> LocalBackward:
-        if self.passes.present is None:
-            return LocalBackward(self._leaves, self._local.indices, self._tree, counts=self._local.counts)
-        if self._local.ledger.now is not None:
-            raise ValueError(
-                "weight() inside no_sync() or accumulate() in a context of distributed autograd: what its "
-                "gradients stand for would be lost. Leave one of them out, or weigh the loss yourself"
-            )
-        return LocalPass(self.passes, self.gate.arrived_elsewhere, self._leaves)
+    def _note_start(self) -> bool:
+        """Note that a backward starts; tell whether it is going to be reduced."""
+        is_reduced = self.wants_sync
+        self._local.note_backward(is_reduced=is_reduced)
+        for rider in self._wiring.riders:
+            rider.begins()
+        if not is_reduced:
+            self.recorder.counts_local()
+        return is_reduced
 
     def _start_synced(
         self,
@@ -268,7 +263,6 @@ class Reducer:
         failure: str = "",
         where: str = BACKWARD,
     ) -> SyncedBackward:
-        backward: SyncedBackward
         self.check_usable()
         if self._broken and not failure:
             failure = (
@@ -279,13 +273,11 @@ class Reducer:
         record = self.recorder.start(
             self.step, in_backward=engine_watch.inside(), is_counted=self._wiring.is_counted
         )
-        local = self._local.indices if self.passes.present is None else set()
-        parts = (self._wiring, self._planner.layout, record, local, self._held, self._tree)
-        # While a failure is told, a pass may come on another thread: it is told to wait for its turn.
-        if self.passes.present is not None or (failure and agent_is_set()):
-            backward = SyncedPass(self.passes, self.gate.arrived_elsewhere, *parts)
-        else:
-            backward = SyncedBackward(*parts)
+        is_pass = self.passes.present is not None
+        local = set() if is_pass else self._local.indices
+        backward = SyncedBackward(self._wiring, self._planner.layout, record, local, self._held, self._tree)
+        # While a failure is told, gradients of a pass may come on another thread.
+        backward.is_pass = is_pass or (bool(failure) and agent_is_set())
         self._backward = backward
         with self._noting:
             backward.open(
@@ -327,11 +319,17 @@ class Reducer:
             return
         for reducer in (*others, self):
             reducer.hurry()
-        if self._wiring.joining is not None:
-            raise RuntimeError(
-                "join(): one backward reaches several models, and a rank that has run out of batches "
-                "could not follow. Run one backward for each model, in the order given to join()"
-            )
+        if (error := self.why_not_several()) is not None:
+            raise error
+
+    def why_not_several(self) -> Exception | None:
+        """Say why one backward may not reach several models, if it may not."""
+        if self._wiring.joining is None:
+            return None
+        return RuntimeError(
+            "join(): one backward reaches several models, and a rank that has run out of batches "
+            "could not follow. Run one backward for each model, in the order given to join()"
+        )
 
     def hurry(self) -> None:
         """Put nothing off: several replicas in one backward have to send in the same order on every rank."""
@@ -351,28 +349,25 @@ class Reducer:
 
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
-        if isinstance(self._backward, SyncedBackward) and self.passes.present is None:
+        if isinstance(self._backward, SyncedBackward):
             with self._noting:
                 self._backward.send_rest()
 
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
         if isinstance(self._backward, SyncedBackward):
-            if self.passes.present is None:
-                self._finish(self._backward)
-            else:
-                with self.gate.settling(), self.passes.lent(self._parameters):
-                    self._finish(self._backward)
-            self.passes.end(Stage.AGREED)
+            self._finish(self._backward)
         elif self._backward is not None:
             self._backward.finish()
-            self.passes.end(Stage.LOCAL)
+        self._close()
+        self.gate.on_ordinary_end()
+
+    def _close(self) -> None:
         self._backward = None
         self._closed = True
         while self._awaited:
             self._awaited.pop(0).wait()
         self._micro_batches = max(0, self._micro_batches - 1)
-        self.gate.tell_refused()
 
     def _finish(self, backward: SyncedBackward) -> None:
         with self._noting:
@@ -476,6 +471,37 @@ class Reducer:
     def passes(self) -> Passes:
         """The passes of distributed autograd that this replica takes part in."""
         return self.gate.passes
+
+    def awaited(self) -> list[str]:
+        """Return whose passes other ranks wait to reduce, as far as that can be seen."""
+        frames = self._wiring.control.peek(self._wiring.topic(b"opening"))
+        told = [part for frame in frames for part in Opening.unpack(frame).told[-1:]]  # ours comes last
+        return [who for part in told if (who := who_of(part.decode()))]
+
+    def run_pass(self, present: Pass) -> Stage:
+        """Reduce a pass that has computed everything, unless it is one inside ``no_sync()``."""
+        if not self._note_start():
+            self._check_unweighted()
+            self._close()
+            return Stage.LOCAL
+        backward = self._start_synced(hold=True)
+        with self._noting:
+            backward.agree()
+        if present.error is not None:  # the others have been told, if there are any
+            raise present.error
+        with self.passes.lent(self._parameters):
+            for index in present.arrived(self._parameters):
+                backward.arrived(index)
+            self._finish(backward)
+        self._close()
+        return Stage.AGREED
+
+    def _check_unweighted(self) -> None:
+        if self._local.ledger.now is not None:
+            raise ValueError(
+                "weight() inside no_sync() or accumulate() in a context of distributed autograd: what its "
+                "gradients stand for would be lost. Leave one of them out, or weigh the loss yourself"
+            )
 
     @property
     def open_backward(self) -> SyncedBackward | LocalBackward | None:
@@ -890,6 +916,7 @@ class Reducer:
         """Take every hook off again."""
         engine_watch.remove(self)
         pass_watch.remove(self.gate)
+        engine_watch.forget(self.gate)
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self._by_node = [], [], {}

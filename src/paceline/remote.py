@@ -72,11 +72,16 @@ def _finish(devices: Iterable[torch.device]) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
+def unknown_context(name: str = "a parameter") -> RuntimeError:
+    """Say that a parameter's gradient is in a context that nobody has told us of, or was in one."""
+    return RuntimeError(
+        f"{name} got a gradient, but its .grad is empty: the gradient is in a context of distributed "
+        "autograd that this process has not heard of, or that has ended. Call the replicated module itself "
+        "inside the context, or call torch.distributed.autograd.backward() in this process"
+    )
+
+
 def refuse_context(name: str) -> None:
     """Raise if a parameter's gradient is in a context that nobody has told us of."""
     if agent_is_set():
-        raise RuntimeError(
-            f"{name} got a gradient, but its .grad is empty: the gradient is in a context of distributed "
-            "autograd that this process has not heard of. Call the replicated module itself inside the "
-            "context, or call torch.distributed.autograd.backward() in this process"
-        )
+        raise unknown_context(name)

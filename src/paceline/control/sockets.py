@@ -54,6 +54,10 @@ class SocketControl(Control):
             return True
         return all(box or self._drain(rank, box) for rank, box in enumerate(self._boxes_of(topic)))
 
+    def peek(self, topic: Topic) -> list[bytes]:
+        boxes = enumerate(self._boxes_of(topic))
+        return [box[0] for rank, box in boxes if rank != self._rank and self._drain(rank, box) and box]
+
     def _drain(self, rank: int, box: deque[bytes]) -> bool:
         """Take in what a rank has sent, without waiting; tell whether that ends the waiting for a frame."""
         while not box and self._has_sent(rank):
