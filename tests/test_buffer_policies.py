@@ -63,14 +63,22 @@ def outcome_of(action: Any) -> str:
 
 
 class Sent(TorchDispatchMode):
-    """Notes the size of every broadcast that is started inside its block."""
+    """Notes the size of every broadcast of buffers that is started inside its block.
+
+    The order in which gradients arrive goes out by a broadcast, too; its numbers have 32 bits, and no buffer
+    here is of these.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.nbytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and func.overloadpacket.__name__ == "broadcast_":
+        if (
+            func.namespace == "c10d"
+            and func.overloadpacket.__name__ == "broadcast_"
+            and args[0][0].dtype is not torch.int32
+        ):
             self.nbytes.append(sum(tensor.nbytes for tensor in args[0]))
         return func(*args, **(kwargs or {}))
 

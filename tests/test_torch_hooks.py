@@ -112,13 +112,19 @@ def test_nothing_of_ours_goes_out_while_a_hook_may_start_collectives_from_a_call
     closed, started = threading.Event(), []
 
     def twice(state: None, bucket: Any) -> torch.futures.Future:
-        def again(future: torch.futures.Future) -> torch.Tensor:
-            assert closed.wait(30)
-            dist.all_reduce(future.value()[0])
-            started.append("callback")
-            return future.value()[0] / 4
+        """Start a collective, and another one from a thread, when the ranks have heard of each other."""
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        future: torch.futures.Future = torch.futures.Future()
 
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+        def again() -> None:
+            work.wait()
+            assert closed.wait(30)
+            dist.all_reduce(bucket.buffer())
+            started.append("callback")
+            future.set_result(bucket.buffer() / 4)
+
+        threading.Thread(target=again, daemon=True).start()
+        return future
 
     module = nn.Linear(8, 4) if kind is nn.Linear else kind(8)
     model = paceline.replicate(module, hook=FromTorch(None, twice))

@@ -43,6 +43,9 @@ from paceline.wiring import Consumer, Wiring
 TELL_SECONDS = 60.0  # how long a rank that has failed waits for the others to hear of it
 
 
+Order = Callable[[], Sequence[int]]  # waits for the order in which gradients arrived on one rank
+
+
 class Phase(enum.Enum):
     """Where a backward stands."""
 
@@ -527,9 +530,9 @@ class SyncedBackward:
             raise hook_failed(self.step, tally.failed, is_over=not self._catch_up())
         self._phase = Phase.CLOSED
         with torch.no_grad():
-            self._receive(tally, turn)
+            order = self._receive(tally, turn, arrival)
             self._refuse(tally)
-            arrival = self._arrival_of_one(tally, arrival)
+            arrival = self._wait_for(order)
             self._agree_across()
             rows = {} if tally.is_plain else self._gather_rows(shares, tally)
         self.record.has_landed()
@@ -559,41 +562,50 @@ class SyncedBackward:
             told=[rider.closes(self.step) for rider in self._wiring.riders],
         )
 
-    def _arrival_of_one(self, tally: Tally, mine: Sequence[int]) -> Sequence[int]:
-        """Return one rank's order of arrival, the same on every rank; nothing if there is none to learn from.
+    def _ask_order(self, tally: Tally, mine: Sequence[int]) -> Order:
+        """Start to send one rank's order of arrival to all; there may be none to learn from.
 
-        The closing frames decide, so that no rank waits for a broadcast that another does not join. To be
-        called when all buckets have landed: until then a hook in torch's form may start collectives.
+        The closing frames decide, so that no rank waits for a broadcast that another does not join.
         """
-        comm, guide = self._wiring.comm, tally.guide
-        if guide is None or comm.size == 1:
-            return () if guide is None else mine
+        guide = tally.guide
+        if guide is None:
+            return tuple
+        if self._wiring.comm.size == 1:
+            return lambda: mine
         count = tally.closings[guide].arrived
         device = self._layout.parameters[self._layout.plan.members[0]].device
-        comm.waits(self._meeting)
-        try:
-            order = comm.numbers_of(guide, mine, count, device)
-        finally:
-            comm.waits(None)
         self.record.sends_numbers(count)
-        return order
+        return self._wiring.comm.numbers_of(guide, mine, count, device)
 
-    def _receive(self, tally: Tally, turn: Turn | None) -> None:
-        """Wait for everything that is on its way."""
+    def _wait_for(self, order: Order) -> Sequence[int]:
+        self._wiring.comm.waits(self._meeting)
+        try:
+            return order()
+        finally:
+            self._wiring.comm.waits(None)
+
+    def _receive(self, tally: Tally, turn: Turn | None, mine: Sequence[int]) -> Order:
+        """Wait for everything that is on its way, but not for the order of arrival."""
         if tally.is_plain and turn is None:
             self._land(surely=False)
-            return
-        # A hook in torch's form may start collectives from callbacks until its buckets have landed.
+            return tuple
+        # What a rank sends beside its buckets is on its way before anything here can fail. But a hook in
+        # torch's form may start collectives from callbacks until its buckets have landed.
         beside = self._wiring.is_counted
-        if turn and beside and not tally.failed:
-            self._send_buffers(turn, tally)
+        order = self._send_beside(tally, turn, mine) if beside else tuple
         self._land(surely=bool(tally.failed))
-        if turn and not beside and not tally.failed:
-            self._send_buffers(turn, tally)
+        if not beside:
+            order = self._send_beside(tally, turn, mine)
         if turn:
             turn.take()
         if not tally.failed:
             self._add_late(tally.late)
+        return order
+
+    def _send_beside(self, tally: Tally, turn: Turn | None, mine: Sequence[int]) -> Order:
+        if turn and not tally.failed:
+            self._send_buffers(turn, tally)
+        return self._ask_order(tally, mine)
 
     def _refuse(self, tally: Tally) -> None:
         """Raise, on every rank alike, if this backward cannot be used."""

@@ -153,12 +153,11 @@ class Comm(ABC):
 
     def numbers_of(
         self, source: int, numbers: Sequence[int], count: int, device: torch.device
-    ) -> Sequence[int]:
-        """Broadcast one rank's whole numbers, of which there are ``count``, and wait for them."""
+    ) -> Callable[[], Sequence[int]]:
+        """Broadcast one rank's whole numbers, ``count`` of them; what it returns waits for them."""
         mine = numbers if self.rank == source else [0] * count
-        flat = torch.tensor(mine, dtype=torch.int32, device=device)
-        found: list[int] = self.broadcast(flat, source).wait().tolist()
-        return found
+        pending = self.broadcast(torch.tensor(mine, dtype=torch.int32, device=device), source)
+        return lambda: list(pending.wait().tolist())
 
     @abstractmethod
     def split(self, size: int) -> "Comm":

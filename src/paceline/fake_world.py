@@ -207,8 +207,9 @@ class FakeComm(Comm):
 
     def numbers_of(
         self, source: int, numbers: Sequence[int], count: int, device: torch.device
-    ) -> Sequence[int]:
-        return self._control.numbers_of(source, numbers, count)
+    ) -> Callable[[], Sequence[int]]:
+        found = self._control.numbers_of(source, numbers, count)
+        return lambda: found
 
     def gather(self, flat: torch.Tensor) -> Pending:
         rows = flat.new_empty(self.size, flat.numel())

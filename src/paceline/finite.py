@@ -21,9 +21,10 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.errors import NotFinite, name_ranks
+from paceline.errors import NotFinite, name_ranks, words_of
 from paceline.hooks import GradBucket
 from paceline.riders import Rider
+from paceline.tally import peer_failed
 
 ROW_NUMEL = 1024
 
@@ -33,7 +34,7 @@ Odd = dict[str, str]  # what a parameter's gradient holds: NaN, Inf
 Gradients = Callable[[], Sequence[torch.Tensor]]
 Suspect = tuple[Sequence[str], Gradients]
 
-ODD, NOT_KNOWN = b"!", b"?"
+ODD, NOT_KNOWN, FAILED = b"!", b"?", b"#"
 
 logger = logging.getLogger("paceline")
 
@@ -91,11 +92,7 @@ class FiniteCheck(Rider):
 
     def closed(self, step: int, told: Sequence[bytes]) -> bool:
         if NOT_KNOWN in told:
-            suspects = [suspect for verdicts in self._under_way for suspect in verdicts.wait()]
-            told = self._tell(ODD if self._odd or suspects else b"")
-            with torch.no_grad():
-                for names, gradients in suspects:
-                    self._odd |= find_odd(names, gradients())
+            told = self._tell_late(step)
         if not any(told):
             return False
         frames = self._tell(json.dumps(self._odd).encode())
@@ -107,6 +104,23 @@ class FiniteCheck(Rider):
             raise not_finite(step, found)
         logger.warning("paceline: step %d was skipped on every rank: %s", step, words_for(found))
         return True
+
+    def _tell_late(self, step: int) -> Sequence[bytes]:
+        """Look at what the devices have found, and tell it; who cannot look makes every rank raise."""
+        failure: Exception | None = None
+        try:
+            with torch.no_grad():
+                for names, gradients in [each for verdicts in self._under_way for each in verdicts.wait()]:
+                    self._odd |= find_odd(names, gradients())
+        except Exception as error:
+            failure = error
+        told = self._tell(ODD * bool(self._odd) if failure is None else FAILED + words_of(failure).encode())
+        if failure is not None:
+            raise failure
+        failed = {rank: words[1:].decode() for rank, words in enumerate(told) if words.startswith(FAILED)}
+        if failed:
+            raise peer_failed(step, failed)
+        return told
 
     def handed_out(self, step: int) -> None:
         self.dropped()
@@ -188,10 +202,11 @@ class _Verdicts:
 
     def __init__(self, totals: Sequence[torch.Tensor], suspects: Sequence[Suspect]) -> None:
         self._suspects = suspects
+        on_gpu = totals[0].is_cuda
         with torch.no_grad():
             # Into pinned memory on a GPU, where the host does not wait before it is told to.
-            self._fine = torch.stack(list(totals)).isfinite().to("cpu", non_blocking=True)
-        self._event = torch.cuda.Event() if totals[0].is_cuda else None  # type: ignore[no-untyped-call]
+            self._fine = torch.stack(list(totals)).isfinite().to("cpu", non_blocking=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(totals[0].device))
 

@@ -19,9 +19,10 @@ import torch
 from paceline.backward import LocalBackward, SyncedBackward
 from paceline.passes import Pass, Passes, Stage, at_once
 from paceline.tally import BACKWARD
-from paceline.torch_private import engine_watch, is_dtensor
+from paceline.torch_private import current_task, engine_watch, is_dtensor
 
 LOOK_SECONDS = 0.02  # how often a pass looks whether its turn has come
+GIVE_WAY_SECONDS = 10.0  # how long it lets one go first that began before it, and may have failed elsewhere
 
 
 class Engine(Protocol):
@@ -64,6 +65,7 @@ class PassGate:
         self.keeps_gradients = False  # what fails is a pass: the parameters' own gradients are none of it
         # Whoever holds it waits for other ranks, but never for a thread of autograd: that may wait here.
         self._turn = threading.RLock()
+        self._task = -1  # the number of the ordinary backward that was opened last
         self._failing: int | None = None  # the context of the pass that was opened as failed
         self._to_tell: list[BaseException] = []  # of passes that came inside of an ordinary backward
         self._engine: Engine = weakref.proxy(engine)
@@ -81,10 +83,14 @@ class PassGate:
         with self._turn:  # while a pass is reduced, the parameters have its gradients
             if self.passes.has_claim:
                 return self._nothing
+            opened = self._engine.open_backward
+            if opened is not None and self._task == current_task():
+                return opened  # by another thread that works for the same backward
             found = self.passes.find(self._engine.parameters[first], came, is_taken=is_taken)
             if found is None:
                 self.passes.refuse_ordinary()
                 self._await_turn()
+                self._task = current_task()
                 return self._engine.open_now()
             found = self._refused(found)
             self.passes.claim(found)
@@ -149,7 +155,8 @@ class PassGate:
     def _let_others_go_first(self) -> None:
         """Keep the order in which passes began. On a GPU the others may need this very thread."""
         if all(parameter.device.type == "cpu" for parameter in self._engine.parameters):
-            while not self.passes.is_first:
+            until = time.monotonic() + GIVE_WAY_SECONDS
+            while not self.passes.is_first and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
 
     def _is_to_be_told(self, found: Pass) -> bool:
@@ -241,6 +248,8 @@ class PassGate:
                 self._engine.on_backward_raised(error)
         elif self._why_inside() is not None:
             self._to_tell.append(error)  # the ordinary backward may wait for this very thread
+            if self._why_inside() is None:  # it has ended meanwhile
+                self.on_ordinary_end()
         else:
             with self._turn:  # another pass was being reduced
                 self._await_turn()
@@ -253,4 +262,7 @@ class PassGate:
     def on_ordinary_end(self) -> None:
         """Tell of passes that came inside of the ordinary backward that has just ended."""
         while self._to_tell:
-            self._tell_now(self._to_tell.pop())
+            with self._turn:
+                self._await_turn()
+                if self._to_tell:
+                    self._tell_now(self._to_tell.pop())

@@ -108,6 +108,8 @@ class Passes(Rider):
         if number is None:
             return False
         found = self._known_or_new(number)
+        if found.is_open and not found.is_closing:
+            self.drop_claim(found)  # it has failed elsewhere, and is run again
         found.has_forward = found.is_due = True
         found.error = None
         assert found.context is not None
@@ -233,7 +235,10 @@ class Passes(Rider):
 
     def drop_claim(self, found: Pass) -> None:
         """Hear that the backward of a pass has raised."""
-        self._claims = {task: each for task, each in self._claims.items() if each is not found}
+        found.is_open = False
+        for task, each in self._claims.copy().items():  # another thread may claim one meanwhile
+            if each is found:
+                self._claims.pop(task, None)
 
     def refuse_ordinary(self) -> None:
         """Refuse an ordinary backward, whose gradients could be taken for those of a pass."""

@@ -87,7 +87,6 @@ class Reducer:
         self._noting = _NotingLostPeers(self)
         self._broken = ""  # how this rank failed when the others could not be told any more
         self._closed = False  # the present backward has been closed here
-        self._has_looked = False  # at every gradient, in a reduced backward that no other one has followed
         self.recorder = Recorder(clocks_for(self._parameters))
         self._planner = Planner(self._named_leaves(), caps, wishes or Wishes(), wiring.hook, self.recorder)
         self._caps = caps
@@ -384,7 +383,6 @@ class Reducer:
         if self._tree is not None:
             self._tree.clear() if backward.is_dropped else self._tree.finish(self.plan.members)
         self._handed_out = self._planner.layout
-        self._has_looked = self.passes.present is None
         self._planner.learn_from(outcome)
 
     def _check_contexts(self, outcome: Outcome, backward: SyncedBackward) -> None:
@@ -514,7 +512,7 @@ class Reducer:
 
     def on_backward_begin(self, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener."""
-        self._closed = self._has_looked = False
+        self._closed = False
         if self.before_first is not None:
             act, self.before_first = self.before_first(), None
             if act is not None:
@@ -903,11 +901,8 @@ class Reducer:
     def moved(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that were cast or moved: torch forgets their hooks then.
 
-        Who moves is known by a new address. A backward that was reduced has seen to every gradient: one of
-        another dtype or device does not fit into its bucket.
+        Asked before every optimizer step, so it looks at addresses first: who moves gets a new one.
         """
-        if self._has_looked:
-            return {}
         addresses = self._addresses_now()
         if addresses == self._addresses:
             return {}

@@ -689,8 +689,8 @@ class _PassWatch(Sentry[Any]):
             for listener in listeners:  # in one order on every thread
                 turns.enter_context(listener.turn_of(context_id))
             before, self._present.context = self.context, context_id
-            self._forget_failed()
             try:
+                self._forget_failed()
                 for listener in listeners:
                     listener.on_pass_begin(context_id)
                 self._entry(context_id, *args, **kwargs)
@@ -720,8 +720,9 @@ class _PassWatch(Sentry[Any]):
             self._failed.append((time.monotonic(), autograd._retrieve_context(number)))
 
     def _forget_failed(self) -> None:
-        while self._failed and self._failed[0][0] < time.monotonic() - LATE_SECONDS:
-            self._failed.popleft()
+        with suppress(IndexError):  # several threads may be here at once
+            while self._failed[0][0] < time.monotonic() - LATE_SECONDS:
+                self._failed.popleft()
 
 
 pass_watch = _PassWatch()

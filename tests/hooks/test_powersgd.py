@@ -483,6 +483,7 @@ def test_its_name_has_every_setting() -> None:
         "powersgd(rank=3, start_step=10, warm_start=True, error_feedback=True, min_compression=2.0, "
         "uncompressed=(), batched=False, seed=0, inner=in_dtype(torch.float16, average))"
     )
+    assert "uncompressed=('a', 'b', 'c')" in name_of(powersgd(uncompressed=iter("bca")))  # whatever order
 
 
 @pytest.mark.parametrize(
@@ -496,6 +497,7 @@ def test_its_name_has_every_setting() -> None:
         ({"min_compression": 0.5}, ValueError, "min_compression to be a number of 1.0 or more, got 0.5"),
         ({"min_compression": float("nan")}, ValueError, "min_compression to be a number of 1.0 or more"),
         ({"uncompressed": "head"}, ValueError, "a list of names or patterns such as ['head.*'], got 'head'"),
+        ({"uncompressed": None}, ValueError, "uncompressed to be a list of names or patterns"),
         ({"uncompressed": [1]}, ValueError, "uncompressed to be a list of names or patterns"),
         ({"uncompressed": ["a"], "batched": True}, ValueError, "batched=True or uncompressed, not both"),
         ({"inner": "average"}, TypeError, "powersgd() takes another hook inside"),

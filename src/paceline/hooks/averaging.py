@@ -39,7 +39,7 @@ class Anchors:
     @torch.no_grad()
     def average(self, named: Sequence[tuple[str, torch.Tensor]], comm: Comm) -> None:
         """Give every rank the mean of the ranks' parameters. What has no anchor yet travels as it is."""
-        anchored = [(parameter, self.by_name[name]) for name, parameter in named if name in self.by_name]
+        anchored = [(p, self._anchor_of(name, p)) for name, p in named if name in self.by_name]
         new = [(name, parameter) for name, parameter in named if name not in self.by_name]
         if new:
             average_parameters([parameter for _, parameter in new], comm)
@@ -52,6 +52,11 @@ class Anchors:
             average_parameters(moves, comm, dtype=self._dtype)
             torch._foreach_add_(anchors, moves)
             torch._foreach_copy_(parameters, anchors)
+
+    def _anchor_of(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        # What was loaded may be elsewhere.
+        anchor = self.by_name[name] = self.by_name[name].to(parameter.device, parameter.dtype)
+        return anchor
 
     def _shrinks(self, parameter: torch.Tensor) -> bool:
         return parameter.is_floating_point() and parameter.dtype.itemsize > self._dtype.itemsize

@@ -1,6 +1,7 @@
 """Arguments of hooks are checked when a hook is made, long before the first bucket."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,19 +36,19 @@ def check_number(hook: str, name: str, value: Any, least: float) -> None:
 
 def check_dtype(hook: str, dtype: Any) -> None:
     """Refuse what numbers cannot travel in; None is none."""
-    if dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32):
+    if dtype is None or dtype in (torch.bfloat16, torch.float16):
         return
-    raise ValueError(
-        f"{hook}() takes dtype=torch.bfloat16, torch.float16 or torch.float32, or None, got {dtype!r}"
-    )
+    raise ValueError(f"{hook}() takes dtype=torch.bfloat16 or torch.float16, or None, got {dtype!r}")
 
 
-def check_patterns(hook: str, name: str, value: Any) -> None:
-    """Refuse what is not a collection of patterns; a string alone would be taken for its letters."""
-    if isinstance(value, str) or not all(isinstance(each, str) and each for each in value):
+def read_patterns(hook: str, name: str, value: Any) -> tuple[str, ...]:
+    """Return patterns, sorted: a set has another order on each rank. A string alone would be letters."""
+    patterns = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+    if not all(isinstance(each, str) and each for each in patterns):
         raise ValueError(
             f"{hook}() needs {name} to be a list of names or patterns such as ['head.*'], got {value!r}"
         )
+    return tuple(sorted(patterns))
 
 
 def check_inner(hook: str, inner: Any) -> None:

@@ -48,6 +48,11 @@ def local_sgd(
         check_whole("local_sgd", "every", every, 1)
     elif not hierarchy:
         every = EVERY
+    if every == 1 and dtype is not None:
+        raise ValueError(
+            "local_sgd(every=1) averages gradients in every backward, and dtype is for weights. Take "
+            "in_dtype(dtype), which sends gradients in 16 bits"
+        )
     levels = _levels(hierarchy or {})
     if every is not None and levels and every % levels[-1].every:
         raise ValueError(
@@ -118,6 +123,8 @@ class LocalSGD(RememberingHook):
 
     def bind(self, named: Named, comm: Comm) -> None:
         comms = self._split(comm) if comm.size > 1 else []  # a collective: before what one rank may refuse
+        if self._anchors is not None and self._comm not in (None, comm):
+            self._anchors.clear()  # other ranks have none, or others
         super().bind(named, comm)
         self._let_go()
         self._comms = comms
@@ -202,7 +209,7 @@ class LocalSGD(RememberingHook):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if self._anchors is not None:
-            self._anchors.by_name = dict(state.get("anchors", {}))
+            self._anchors.by_name = {n: anchor.clone() for n, anchor in state.get("anchors", {}).items()}
         self._optimizers = {name: (steps, seen) for name, (steps, seen) in state["optimizers"].items()}
 
     def __getstate__(self) -> dict[str, Any]:

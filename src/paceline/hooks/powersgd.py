@@ -23,7 +23,7 @@ from paceline.comm import Comm, Pending
 from paceline.errors import name_some
 from paceline.hooks.average import average
 from paceline.hooks.bucket import GradBucket, Hook, Named, Way, may_join, name_of, way_of
-from paceline.hooks.checks import check_number, check_patterns, check_stateless, check_whole
+from paceline.hooks.checks import check_number, check_stateless, check_whole, read_patterns
 from paceline.hooks.factors import Factors
 from paceline.hooks.matrices import Block, Cut, as_one, by_parameter
 from paceline.hooks.orthonormal import orthonormal
@@ -58,8 +58,8 @@ def powersgd(
     check_whole("powersgd", "seed", seed, 0)
     check_number("powersgd", "min_compression", min_compression, 1.0)
     check_stateless("powersgd", inner)
-    check_patterns("powersgd", "uncompressed", uncompressed)
-    if batched and uncompressed:
+    patterns = read_patterns("powersgd", "uncompressed", uncompressed)
+    if batched and patterns:
         raise ValueError(
             "powersgd() takes batched=True or uncompressed, not both: a bucket that is one matrix has no "
             "parameters in it"
@@ -70,7 +70,7 @@ def powersgd(
         warm_start=bool(warm_start),
         error_feedback=bool(error_feedback),
         min_compression=float(min_compression),
-        uncompressed=tuple(uncompressed),
+        uncompressed=patterns,
         batched=bool(batched),
         seed=seed,
         inner=inner,
