@@ -154,6 +154,29 @@ def test_a_part_that_was_cast_after_replicate_fails_in_backward(rank: int) -> No
 
 
 @ranks(2)
+def test_a_part_that_was_cast_down_and_fits_into_its_bucket_does_not_step_silently(rank: int) -> None:
+    model = paceline.replicate(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].bfloat16()
+    x = torch.full((1, 4), rank + 1.0)
+
+    with pytest.raises((paceline.UnsyncedGradients, paceline.PeerFailed), match="cast or moved"):
+        (model[0](x.bfloat16()).float().sum() + model[1](x).sum()).backward()
+        optimizer.step()
+
+
+@ranks(2)
+def test_a_sparse_table_that_was_cast_does_not_step_silently(rank: int) -> None:
+    model = paceline.replicate(nn.ModuleList([nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].double()
+
+    with pytest.raises(paceline.UnsyncedGradients, match="0.weight.*cast or moved"):
+        model[1](model[0](torch.tensor([rank])).float()).sum().backward()
+        optimizer.step()
+
+
+@ranks(2)
 def test_the_gate_is_gone_when_the_last_replica_is(rank: int) -> None:
     from paceline.guard import guard
 
