@@ -322,6 +322,24 @@ def test_on_a_device_sums_are_looked_at_once_and_names_come_from_the_reduced_buc
     assert looks == [1] * 4
 
 
+@ranks(3)
+def test_a_rank_that_cannot_look_at_its_sums_is_heard_of_and_training_goes_on(rank: int) -> None:
+    with mock.patch("paceline.finite._waits", return_value=True):
+        model = paceline.replicate(small_model(), check_finite=True)
+        lost = MemoryError("no room \udcff")
+        with mock.patch(
+            "paceline.finite._Verdicts.wait", side_effect=lost if rank == 1 else None, return_value=[]
+        ):
+            with pytest.raises((MemoryError, paceline.PeerFailed)) as caught:
+                loss_of(model, share(batch())).backward()
+        assert_trains(model, model)
+
+    if rank == 1:
+        assert caught.value is lost
+    else:
+        assert "rank 1 raised during its backward: MemoryError: no room" in str(caught.value)
+
+
 @contextlib.contextmanager
 def spying_on_sums() -> Iterator[list[int]]:
     """Count, for each step, how often the host looks at sums that were put off."""

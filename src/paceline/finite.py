@@ -114,9 +114,10 @@ class FiniteCheck(Rider):
                     self._odd |= find_odd(names, gradients())
         except Exception as error:
             failure = error
-        told = self._tell(ODD * bool(self._odd) if failure is None else FAILED + words_of(failure).encode())
         if failure is not None:
+            self._tell(FAILED + words_of(failure).encode(errors="backslashreplace"))
             raise failure
+        told = self._tell(ODD if self._odd else b"")
         failed = {rank: words[1:].decode() for rank, words in enumerate(told) if words.startswith(FAILED)}
         if failed:
             raise peer_failed(step, failed)

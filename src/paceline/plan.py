@@ -114,11 +114,6 @@ class Run:
             return self.shape, self.strides, self.offset
         return (self.count, *self.shape), (math.prod(self.shape), *self.strides), self.offset
 
-    def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """View its part of a flat tensor as its slots."""
-        block = flat.as_strided(*self.block)
-        return (block,) if self.count == 1 else block.unbind()
-
 
 @dataclass(frozen=True)
 class Bucket:

@@ -19,7 +19,7 @@ from types import NoneType
 import torch
 
 from paceline.memory import Pages
-from paceline.plan import SMALL_NBYTES, Bucket, Plan
+from paceline.plan import SMALL_NBYTES, Bucket, Plan, Run
 from paceline.torch_private import flatten, unflatten
 
 # Up to here a new flat tensor for small gradients is cheap: the allocator does not give such sizes back at
@@ -65,7 +65,7 @@ class Shelf:
     def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """View the flat tensor as gradients, in the parameters' own strides."""
         if self._few_runs:
-            return [view for run in self._runs for view in run.views(flat)]
+            return [view for run in self._runs for view in _views_of(run, flat)]
         if self.is_plain:
             return unflatten(flat, self.parameters)
         return [flat.as_strided(*place) for place in self._places]
@@ -133,6 +133,12 @@ class Shelf:
                 f"{self.names[position]} has a {gradient.dtype} gradient, but was {dtype} when it was "
                 "replicated. Cast or move a model before replicate(), or detach() and replicate it again"
             )
+
+
+def _views_of(run: Run, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """View a run's part of a flat tensor as its slots."""
+    block = flat.as_strided(*run.block)
+    return (block,) if run.count == 1 else block.unbind()
 
 
 LISTEN_EVERY = 8  # so often at least, a gradient's arrival is an occasion to see what can be sent
