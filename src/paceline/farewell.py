@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from paceline.quiet import wait_for_workers
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 EXIT_SECONDS = 2.0
 FIRST = 1000  # before the queues and locks of multiprocessing

@@ -15,7 +15,8 @@ from paceline.errors import UnsyncedGradients, name_some
 from paceline.local import has_anything
 from paceline.places import Sentry
 from paceline.reducer import Reducer
-from paceline.torch_private import agent_is_set, check_remote_steps
+from paceline.torch_private import agent_is_set
+from paceline.watches.remote_steps import check_remote_steps
 
 Suspects = Mapping[str, torch.Tensor]
 

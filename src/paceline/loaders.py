@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from paceline.errors import RanksDisagree
 from paceline.riders import Rider
-from paceline.torch_private import Drawn, loader_watch
+from paceline.watches.loaders import Drawn, loader_watch
 
 USUAL_STEPS = 2  # in a row that the ranks have to have drawn alike, before a difference means anything
 

@@ -19,7 +19,8 @@ import torch
 from paceline.backward import LocalBackward, SyncedBackward
 from paceline.passes import Pass, Passes, Stage, at_once
 from paceline.tally import BACKWARD
-from paceline.torch_private import current_task, engine_watch, is_dtensor
+from paceline.torch_private import current_task, is_dtensor
+from paceline.watches.engine import engine_watch
 
 LOOK_SECONDS = 0.02  # how often a pass looks whether its turn has come
 GIVE_WAY_SECONDS = 10.0  # how long it lets one go first that began before it, and may have failed elsewhere

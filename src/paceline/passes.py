@@ -24,7 +24,8 @@ from paceline.errors import RanksDisagree, words_of
 from paceline.remote import Context, unknown_context
 from paceline.riders import Rider
 from paceline.tally import peer_failed
-from paceline.torch_private import context_number, current_task, pass_watch
+from paceline.torch_private import context_number, current_task
+from paceline.watches.passes import pass_watch
 
 _CROWDED, _ALONE = "\1", "\0"
 _CONTEXT = "context "

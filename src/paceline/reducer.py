@@ -44,8 +44,10 @@ from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
 from paceline.tally import BACKWARD, Outcome
-from paceline.torch_private import accumulator_of, agent_is_set, engine_watch, pass_watch
+from paceline.torch_private import accumulator_of, agent_is_set
 from paceline.tree import Tree
+from paceline.watches.engine import engine_watch
+from paceline.watches.passes import pass_watch
 from paceline.weights import Ledger
 from paceline.wiring import Consumer, Joining, Wiring
 

@@ -30,7 +30,7 @@ from paceline.places import Place, here, working_at
 from paceline.reducer import Reducer
 from paceline.replication import replicas_beside
 from paceline.threads import Line, ThreadComm
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 GRACE_SECONDS = 1.0  # that ranks have to end once they were told to
 

@@ -55,8 +55,10 @@ from paceline.settings import (
 from paceline.sharded import check_sharding, leaf_of
 from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
-from paceline.torch_private import engine_watch, module_watch, watch_loaders
 from paceline.warming import total_of, warm_up
+from paceline.watches.engine import engine_watch
+from paceline.watches.loaders import watch_loaders
+from paceline.watches.modules import module_watch
 from paceline.weights import read_weight
 from paceline.wiring import Consumer, Joining, Wiring
 

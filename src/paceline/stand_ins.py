@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 CALL = nn.Module.__call__.__code__
 

@@ -24,24 +24,16 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.autograd._profiler_enabled           whether anybody would see a name in a profile
 """
 
-import logging
 import sys
-import threading
-import time
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import torch
 from torch.autograd import Variable
-
-from paceline.places import Sentry, here
 
 Node = torch.autograd.graph.Node
 CFuture = torch._C.Future  # what a collective's get_future() returns
@@ -51,8 +43,6 @@ _UNSEEN = nullcontext()
 _DOOR = "_engine_run_backward"
 _CLIP = "_clip_grads_with_norm_"
 _PASS = "backward"  # of torch.distributed.autograd
-FAILED_CONTEXTS = 4  # are kept, with their gradients,
-LATE_SECONDS = 60.0  # for as long as torch's RPC waits for an answer
 _WORKER_SHIFT = 48  # a context's number has its maker's worker id above this bit
 
 
@@ -268,91 +258,6 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     setattr(clipping, _CLIP, check_and_clip)
 
 
-class StepChecker(Protocol):
-    """Who looks before an optimizer steps on the gradients of a context, in the process that owns them."""
-
-    def before_remote_step(self, context: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Raise if the optimizer of these parameters must not step."""
-
-    def during_remote_step(self) -> AbstractContextManager[None]:
-        """Surround a step of an ordinary optimizer on such gradients."""
-
-    def meant(self, error: BaseException) -> BaseException:
-        """Return what was raised by before_remote_step(), wherever that ran; or the error itself."""
-
-
-_step_checkers: list[StepChecker] = []  # at most one: the guard's
-
-
-@torch.jit.ignore  # type: ignore[untyped-decorator]
-def _check_scripted_step(context: int, parameters: list[torch.Tensor]) -> None:
-    for checker in _step_checkers:
-        checker.before_remote_step(context, parameters)
-
-
-class _CheckedScript(torch.nn.Module):
-    """A scripted optimizer that asks before it steps. Called in the place of torch's own."""
-
-    make: Callable[..., Any]
-    compile_lock: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.inner = type(self).make(*args, **kwargs)
-
-    @torch.jit.export
-    def step(self, autograd_ctx_id: int) -> None:
-        _check_scripted_step(autograd_ctx_id, self.inner._local_params)
-        self.inner.step(autograd_ctx_id)
-
-
-def check_remote_steps(checker: StepChecker) -> None:
-    """Have a checker asked before every step of a DistributedOptimizer, for as long as the process lives.
-
-    That imports the optimizers, and takes seconds: to be called when RPC is in use.
-    """
-    if _step_checkers:
-        return
-    _step_checkers.append(checker)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, that torch itself uses
-        from torch.distributed.optim import optimizer
-
-    theirs: Any = optimizer
-    step, step_all = theirs._LocalOptimizer.step, theirs.DistributedOptimizer.step
-
-    def check_and_step(local: Any, context: int) -> None:
-        checker.before_remote_step(context, local._local_params)
-        with checker.during_remote_step():
-            step(local, context)
-
-    def step_and_tell(remote: Any, context: int) -> None:
-        # Those of this process that were scripted before anybody could look into them.
-        for parameters in _scripted_here(remote):
-            checker.before_remote_step(context, parameters)
-        try:
-            step_all(remote, context)
-        except Exception as error:
-            raise checker.meant(error) from None
-
-    theirs._LocalOptimizer.step = check_and_step
-    theirs.DistributedOptimizer.step = step_and_tell
-    _CheckedScript.make, _CheckedScript.compile_lock = (
-        theirs._ScriptLocalOptimizer,
-        theirs._ScriptLocalOptimizer.compile_lock,
-    )
-    theirs._ScriptLocalOptimizer = _CheckedScript
-
-
-def _scripted_here(remote: Any) -> Iterable[Sequence[torch.Tensor]]:
-    """Yield the parameters of a DistributedOptimizer's scripted parts in this process."""
-    for reference in remote.remote_optimizers:
-        if reference.is_owner():
-            part = reference.local_value()
-            if hasattr(part, "_local_params"):
-                yield list(part._local_params)
-
-
 def unnoticed_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
     """Let tensors be written inside although a forward has saved them whose backward is still to come."""
     autograd: Any = torch.autograd
@@ -402,404 +307,65 @@ def current_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-class EndListener(Protocol):
-    """Who wants to know that a backward ends. ``name`` puts several in the same order on every rank."""
-
-    name: bytes
-
-    def on_backward_over(self) -> None:
-        """Hear, before anybody closes, that the backward has computed everything."""
-
-    def on_backward_end(self) -> None:
-        """Close the backward. Like the one before, called by the engine in the streams of its caller."""
+def call_when_backward_ends(function: Callable[[], None]) -> None:
+    """Have a function called at the end of the backward that this thread works for."""
+    Variable._execution_engine.queue_callback(function)
 
 
-class BackwardListener(EndListener, Protocol):
-    """Who wants to know how every backward begins and ends."""
-
-    @property
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """Those whose gradients it waits for."""
-
-    def on_nested_begin(self) -> None:
-        """Hear that a backward is going to run inside a backward of this thread."""
-
-    def on_nested_end(self) -> None:
-        """Hear that a backward inside a backward has ended; this thread is back in the outer one."""
-
-    def on_backward_begin(self, leaves: Callable[[], set[int]]) -> None:
-        """Hear that an outermost backward starts.
-
-        ``leaves`` returns the ids of the tensors whose gradient it computes.
-        """
-
-    def on_backward_left(self) -> None:
-        """Hear that an outermost backward has ended, in whatever way."""
-
-    def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
-        """Hear that an outermost backward raised, on the thread that had started it. Wait for nobody.
-
-        ``leaves`` returns the ids of the tensors whose gradient it was to compute.
-        """
-
-    def on_backward_raised(self, error: BaseException) -> None:
-        """Settle with the other ranks that the backward raised. Every listener has been told before."""
+def engine_door() -> Callable[..., Any]:
+    """Return the Python function through which every backward enters the engine."""
+    door: Callable[..., Any] = getattr(torch.autograd, _DOOR)
+    return door
 
 
-class _EngineWatch(Sentry[Any]):
-    """Stands at the one Python door of the autograd engine while somebody listens.
-
-    The engine's own callbacks tell when a backward has ended. They stay silent when it raises, and a callback
-    queued inside a nested backward (re-entrant checkpointing) fires at the nested end. Both are visible here.
-    A listener hears of the backwards of its own place (see paceline.places).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = threading.local()
-        self._ending: dict[int, list[Any]] = {}
-        self._entry: Callable[..., Any] | None = None
-        self.making_graphs = 0  # backwards under way with create_graph=True, on whatever threads
-
-    def add(self, listener: BackwardListener) -> None:
-        self._items.add(listener)
-        here().has_come(listener)
-        self._stand()
-
-    def remove(self, listener: BackwardListener) -> None:
-        place = self._items.discard(listener)
-        if place is not None:
-            place.has_gone(listener)
-        self.forget(listener)
-        self._leave_if_idle()
-
-    def _stand(self) -> None:
-        if self._entry is None:
-            self._entry = getattr(torch.autograd, _DOOR)
-            setattr(torch.autograd, _DOOR, self._run)
-
-    def _leave(self) -> None:
-        # Somebody may have wrapped us in turn; then the door stays ours, and costs nothing.
-        if getattr(torch.autograd, _DOOR) == self._run:
-            setattr(torch.autograd, _DOOR, self._entry)
-            self._entry = None
-
-    def forget(self, listener: EndListener) -> None:
-        """Call a listener no more for backwards that were cut short."""
-        # Only this thread works for the tasks that the listener waits for; others may add theirs meanwhile.
-        for task, waiting in list(self._ending.items()):
-            others = [other for other in waiting if other is not listener]
-            if not others:
-                self._ending.pop(task, None)
-            elif len(others) < len(waiting):
-                self._ending[task] = others
-
-    def call_at_end(self, listener: EndListener) -> list[Any]:
-        """Have a listener called when the backward that this thread works for ends.
-
-        Returns the others that are called, too.
-
-        Several replicas may be reached by one backward, in different orders on different ranks. They are
-        closed together, in the order of their names.
-        """
-        task = current_task()
-        waiting = self._ending.setdefault(task, [])
-        waiting.append(listener)
-        if waiting[0] is listener:  # several threads may be here at once, in distributed autograd
-            Variable._execution_engine.queue_callback(partial(self._end, task))
-        return [other for other in waiting if other is not listener]
-
-    def _end(self, task: int) -> None:
-        listeners = sorted(self._ending.pop(task, ()), key=_name_of)  # none, if they were told to forget it
-        for listener in listeners:
-            listener.on_backward_over()
-        for listener in listeners:
-            listener.on_backward_end()
-
-    def in_order(self) -> list[Any]:
-        """Return the listeners of this place, in the order of their names: the same on every rank."""
-        listeners = self._items.here()
-        return sorted(listeners, key=_name_of) if len(listeners) > 1 else listeners
-
-    @staticmethod
-    def inside() -> bool:
-        """Tell whether this thread is inside a backward."""
-        return bool(torch._C._current_graph_task_id() != -1)
-
-    def nested(self) -> bool:
-        """Whether this thread is inside a backward that was started by a backward."""
-        return getattr(self._depth, "value", 0) > 0
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._entry is not None
-        if torch._C._current_graph_task_id() != -1:
-            return self._run_nested(outputs, *args, **kwargs)
-        # torch.autograd.grad writes no .grad, so it is nobody's business here.
-        if not kwargs.get("accumulate_grad"):
-            return self._entry(outputs, *args, **kwargs)
-        listeners = self.in_order()
-        makes_graph, inputs = args[2:4] if len(args) > 3 else (False, ())
-        leaves = _Leaves(outputs, inputs)
-        try:
-            for listener in listeners:
-                listener.on_backward_begin(leaves)
-            self.making_graphs += bool(makes_graph)
-            with _keeping_compiled_autograd_out(listeners, leaves):
-                return self._entry(outputs, *args, **kwargs)
-        except BaseException as error:
-            listeners = self.in_order()
-            for listener in listeners:
-                listener.on_backward_failing(error, leaves)
-            for listener in listeners:
-                listener.on_backward_raised(error)
-            raise
-        finally:
-            self.making_graphs -= bool(makes_graph)
-            for listener in listeners:
-                listener.on_backward_left()
-
-    def _run_nested(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._entry is not None
-        self._depth.value = getattr(self._depth, "value", 0) + 1
-        for listener in self._items.here():
-            listener.on_nested_begin()
-        try:
-            return self._entry(outputs, *args, **kwargs)
-        finally:
-            self._depth.value -= 1
-            if not self._depth.value:
-                for listener in self._items.here():
-                    listener.on_nested_end()
+def set_engine_door(door: Callable[..., Any]) -> None:
+    """Put another function in its place."""
+    setattr(torch.autograd, _DOOR, door)
 
 
-class _Leaves:
-    """The ids of the tensors whose gradient a backward computes, found out when somebody asks."""
-
-    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        self._outputs = outputs
-        self._inputs = inputs
-        self._found: set[int] | None = None
-
-    def __call__(self) -> set[int]:
-        if self._found is None:
-            inputs = self._inputs
-            self._found = {id(tensor) for tensor in inputs} if inputs else leaves_below(self._outputs)
-        return self._found
-
-
-def _keeping_compiled_autograd_out(
-    listeners: Sequence[BackwardListener], leaves: Callable[[], set[int]]
-) -> AbstractContextManager[Any]:
-    """Run a backward that somebody listens to by the engine: compiled autograd traces what listens."""
+def compiled_autograd() -> Any:
+    """Return the module of compiled autograd if it is in use, else None."""
     compiler: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiler is None or not compiler.compiled_autograd_enabled:
-        return nullcontext()
-    if all(leaves().isdisjoint(map(id, listener.parameters)) for listener in listeners):
-        return nullcontext()
-    _say_that_compiled_autograd_is_out()
+    return compiler if compiler is not None and compiler.compiled_autograd_enabled else None
+
+
+def without_compiled_autograd(compiler: Any) -> AbstractContextManager[Any]:
+    """Let backwards inside be run by the engine, which compiled autograd would trace."""
     context: AbstractContextManager[Any] = compiler._disable()
     return context
 
 
-@cache
-def _say_that_compiled_autograd_is_out() -> None:
-    logging.getLogger("paceline").warning(
-        "compiled autograd is on; the backwards of replicated models go without it, so that their gradients "
-        "are reduced"
-    )
+def pass_door() -> Callable[..., Any] | None:
+    """Return the function by which a pass of distributed autograd is run, where there is one."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.autograd.is_available():
+        return None
+    door: Callable[..., Any] = getattr(dist.autograd, _PASS)
+    return door
 
 
-def _name_of(listener: EndListener) -> bytes:
-    return listener.name
+def set_pass_door(door: Callable[..., Any]) -> None:
+    """Put another function in its place."""
+    setattr(torch.distributed.autograd, _PASS, door)
 
 
-engine_watch = _EngineWatch()
+def context_of(number: int) -> Any:
+    """Return a distributed autograd context, which holding on to keeps in memory. Raises if it has ended."""
+    autograd: Any = torch.distributed.autograd
+    return autograd._retrieve_context(number)
 
 
-class PassListener(Protocol):
-    """Who wants to know of the passes of distributed autograd whose backward is called in this process."""
-
-    name: bytes
-
-    def turn_of(self, context: int) -> AbstractContextManager[Any]:
-        """Wait inside until no other pass through the same parameters runs a backward."""
-
-    def on_pass_begin(self, context: int) -> None:
-        """Hear that the backward of a pass starts."""
-
-    def on_pass_returned(self, context: int) -> None:
-        """Look at what it has left, and raise if that is wrong."""
-
-    def on_pass_failing(self, context: int, error: BaseException) -> None:
-        """Hear that it raised. Wait for nobody."""
-
-    def on_pass_raised(self, context: int, error: BaseException) -> BaseException | None:
-        """Settle with the other ranks that it raised; return what has been raised here in its course."""
-
-    def on_pass_left(self, context: int) -> None:
-        """Hear that it has ended, in whatever way."""
-
-
-class _PassWatch(Sentry[Any]):
-    """Stands at ``torch.distributed.autograd.backward`` while somebody listens.
-
-    Its engine says neither which pass a gradient is of, nor that a pass has failed, and it makes a plain
-    RuntimeError of every exception. All three are known here, in the process that calls it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._present = threading.local()
-        self._entry: Callable[..., Any] | None = None
-        self._failed: deque[tuple[float, Any]] = deque(maxlen=FAILED_CONTEXTS)
-
-    def add(self, listener: PassListener) -> None:
-        self._items.add(listener)
-        self._stand()
-
-    def remove(self, listener: PassListener) -> None:
-        self._items.discard(listener)
-        self._leave_if_idle()
-
-    @property
-    def context(self) -> int | None:
-        """The context whose backward this thread has called, and is in."""
-        return getattr(self._present, "context", None)
-
-    def _stand(self) -> None:
-        import torch.distributed as dist
-
-        if self._entry is None and dist.is_available() and dist.autograd.is_available():
-            self._entry = getattr(dist.autograd, _PASS)
-            setattr(dist.autograd, _PASS, self._run)
-
-    def _leave(self) -> None:
-        import torch.distributed as dist
-
-        if self._entry is not None and getattr(dist.autograd, _PASS) == self._run:
-            setattr(dist.autograd, _PASS, self._entry)
-            self._entry = None
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run(self, context_id: int, *args: Any, **kwargs: Any) -> None:
-        assert self._entry is not None
-        listeners = sorted(self._items.here(), key=_name_of)
-        with ExitStack() as turns:
-            for listener in listeners:  # in one order on every thread
-                turns.enter_context(listener.turn_of(context_id))
-            before, self._present.context = self.context, context_id
-            try:
-                self._forget_failed()
-                for listener in listeners:
-                    listener.on_pass_begin(context_id)
-                self._entry(context_id, *args, **kwargs)
-                for listener in listeners:
-                    listener.on_pass_returned(context_id)
-            except BaseException as error:
-                self._keep_failed(context_id)
-                for listener in listeners:
-                    listener.on_pass_failing(context_id, error)
-                for known in [listener.on_pass_raised(context_id, error) for listener in listeners]:
-                    if known is not None and known is not error:
-                        raise known from None
-                raise
-            finally:
-                self._present.context = before
-                for listener in listeners:
-                    listener.on_pass_left(context_id)
-
-    def _keep_failed(self, number: int) -> None:
-        """Keep a context in memory whose parts may fail still.
-
-        When torch hears of that, it writes to the context whether it is there or not (context.cpp,
-        addOutstandingRpc): another pass fails with this one's error, or the process dies.
-        """
-        autograd: Any = torch.distributed.autograd
-        with suppress(RuntimeError):  # it has ended already
-            self._failed.append((time.monotonic(), autograd._retrieve_context(number)))
-
-    def _forget_failed(self) -> None:
-        with suppress(IndexError):  # several threads may be here at once
-            while self._failed[0][0] < time.monotonic() - LATE_SECONDS:
-                self._failed.popleft()
-
-
-pass_watch = _PassWatch()
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What was drawn from an iterator of a DataLoader so far: how many batches, and when the last one."""
-
-    iterator: object
-    count: int
-    at: int
-
-
-class _LoaderWatch(threading.local):
-    """Counts, by thread, what is drawn from DataLoaders."""
-
-    def __init__(self) -> None:
-        self._counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._draws = 0
-
-    def note(self, iterator: Any) -> None:
-        self._draws += 1
-        self._counts[iterator] = self._counts.get(iterator, (0, 0))[0] + 1, self._draws
-
-    def drawn(self) -> list[Drawn]:
-        """Return what was drawn from each iterator that is still there."""
-        if not self._draws:
-            return []
-        return [Drawn(iterator, *told) for iterator, told in list(self._counts.items())]
-
-
-@cache
-def watch_loaders() -> None:
-    """Look at each batch that a DataLoader hands out, for as long as the process lives."""
+def loader_iterators() -> Any:
+    """Return the class of everything that iterates over a DataLoader."""
     from torch.utils.data import dataloader
 
-    kind: Any = dataloader._BaseDataLoaderIter
-    draw = kind.__next__
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def draw_and_note(iterator: Any) -> Any:
-        batch = draw(iterator)
-        loader_watch.note(iterator)
-        return batch
-
-    kind.__next__ = draw_and_note
+    return dataloader._BaseDataLoaderIter
 
 
-class _ModuleWatch:
-    """Counts what changes in the structure of any module: parameters and parts, set or removed."""
-
-    def __init__(self) -> None:
-        self.changes = 0
-        self._is_on = False
-
-    def start(self) -> None:
-        """Look from now on, for as long as the process lives."""
-        if not self._is_on:
-            self._is_on = True
-            modules: Any = torch.nn.modules.module
-            modules.register_module_parameter_registration_hook(self._note)
-            modules.register_module_module_registration_hook(self._note)
-            self._watch_removals()
-
-    def _watch_removals(self) -> None:
-        remove: Any = torch.nn.Module.__delattr__  # no hook tells of it
-
-        def remove_and_note(module: torch.nn.Module, name: str) -> None:
-            remove(module, name)
-            self.changes += 1
-
-        torch.nn.Module.__delattr__ = remove_and_note  # type: ignore[method-assign]
-
-    def _note(self, _module: Any, _name: str, value: Any) -> None:
-        self.changes += value is not None
-
-
-loader_watch = _LoaderWatch()
-module_watch = _ModuleWatch()
+def remote_optimizers() -> Any:
+    """Return the module of torch's DistributedOptimizer. Imports it, which takes seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, that torch itself uses
+        from torch.distributed.optim import optimizer
+    return optimizer

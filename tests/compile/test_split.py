@@ -15,7 +15,7 @@ from paceline.compile import last_cuts, split
 from paceline.compile.cutting import Table
 from paceline.plan import Caps, Spec, plan_buckets
 from paceline.testing import ranks
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 # What torch does while it captures and compiles is not ours to mend.
 pytestmark = [

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.reducer import Reducer
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 # Who takes which parameters, and their places in the group; the replica as one of several, by its number.
 Taker = tuple[Reducer, tuple[int, ...], Sequence[int]]

@@ -25,7 +25,8 @@ from torch import fx
 from paceline.compile.arrivals import ARRIVED, Receiver
 from paceline.compile.inputs import parameters_of
 from paceline.plan import MIB
-from paceline.torch_private import engine_watch, is_dtensor
+from paceline.torch_private import is_dtensor
+from paceline.watches.engine import engine_watch
 
 log = logging.getLogger("paceline")
 POINTS = 16  # at most about so many, in one graph: each costs the host some time

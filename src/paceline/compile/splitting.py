@@ -24,7 +24,7 @@ from paceline.compile.inputs import name_in, uses_of
 from paceline.compile.pieces import Compiled, Inner, compile_pieces
 from paceline.compile.seams import body_of
 from paceline.plan import Caps, Plan, Spec, plan_buckets
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 NAME = "paceline_split"
 OPTIONS = ("inner", "bucket_mb", "first_bucket_mb", "plan", "parameters")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from paceline.compile import backward_hooks, torch_2_11
 from paceline.compile.guarding import guard_on, guard_on_answer, question_of
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 
 @cache

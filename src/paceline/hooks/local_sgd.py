@@ -24,7 +24,7 @@ from paceline.hooks.bucket import GradBucket, Named, Way
 from paceline.hooks.checks import check_dtype, check_whole
 from paceline.hooks.remembering import RememberingHook, Shapes
 from paceline.sharded import owner_of
-from paceline.torch_private import engine_watch
+from paceline.watches.engine import engine_watch
 
 EVERY = 8
 
