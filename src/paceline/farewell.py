@@ -37,9 +37,9 @@ def say_goodbye(error: BaseException | None = None) -> None:
         if not reducer.wiring.control.posts_alone:
             continue  # it would have to wait
         if error is None:
-            reducer.say_goodbye()
+            reducer.trouble.say_goodbye()
         else:
-            reducer.open_failure(error)
+            reducer.trouble.open(error)
 
 
 def _tell_of_uncaught_exceptions() -> None:

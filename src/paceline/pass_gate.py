@@ -20,6 +20,7 @@ from paceline.backward import LocalBackward, SyncedBackward
 from paceline.passes import Pass, Passes, Stage, at_once
 from paceline.tally import BACKWARD
 from paceline.torch_private import current_task, is_dtensor
+from paceline.trouble import Trouble
 from paceline.watches.engine import engine_watch
 
 LOOK_SECONDS = 0.02  # how often a pass looks whether its turn has come
@@ -52,9 +53,8 @@ class Engine(Protocol):
 
     def on_backward_raised(self, error: BaseException) -> None: ...
 
-    def open_failure(self, error: BaseException, where: str) -> None: ...
-
-    def tell_failure(self, error: BaseException, where: str) -> None: ...
+    @property
+    def trouble(self) -> Trouble: ...
 
 
 class PassGate:
@@ -212,7 +212,7 @@ class PassGate:
         if self._is_lost(context) and self._turn.acquire(blocking=False):
             try:
                 if self._engine.open_backward is None:
-                    self._engine.open_failure(error, BACKWARD)
+                    self._engine.trouble.open(error, BACKWARD)
                     self._failing = context
             finally:
                 self._turn.release()
@@ -258,7 +258,7 @@ class PassGate:
 
     def _tell_now(self, error: BaseException) -> None:
         with self._keeping_gradients():
-            self._engine.tell_failure(error, BACKWARD)
+            self._engine.trouble.tell(error, BACKWARD)
 
     def on_ordinary_end(self) -> None:
         """Tell of passes that came inside of the ordinary backward that has just ended."""

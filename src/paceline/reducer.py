@@ -9,26 +9,21 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import methodcaller
 from typing import Any
 
 import torch
 
 from paceline.across import Across
 from paceline.activity import trainer
-from paceline.backward import LocalBackward, SyncedBackward, TooLate
+from paceline.backward import LocalBackward, SyncedBackward
 from paceline.buffers import BufferSync
 from paceline.clocks import clocks_for
 from paceline.comm import Comm
 from paceline.errors import (
-    InputsExhausted,
-    PeerFailed,
-    PeerLost,
     RanksDisagree,
     UnusedParameters,
     name_ranks,
     name_some,
-    words_of,
 )
 from paceline.frames import Kind, Opening
 from paceline.hooks import Hook, StatefulHook, name_of, way_of
@@ -39,22 +34,20 @@ from paceline.plan import Caps, Plan, Wishes
 from paceline.planner import Planner
 from paceline.recorder import Recorder
 from paceline.riders import Rider
-from paceline.sharded import Part, leaf_of
 from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
 from paceline.tally import BACKWARD, Outcome
-from paceline.torch_private import accumulator_of, agent_is_set
+from paceline.torch_private import agent_is_set
 from paceline.tree import Tree
+from paceline.trouble import Trouble
+from paceline.watched import Named, Watched
 from paceline.watches.engine import engine_watch
 from paceline.watches.passes import pass_watch
 from paceline.weights import Ledger
 from paceline.wiring import Consumer, Joining, Wiring
 
-Named = tuple[str, torch.nn.Parameter]
 Look = Callable[[Callable[[], set[int]] | None], None]  # only if these leaves are the module's
-LOOP = "in its loop"
-_ADDRESS = methodcaller("data_ptr")
 
 
 class Reducer:
@@ -63,9 +56,7 @@ class Reducer:
     def __init__(
         self, named: Sequence[Named], wiring: Wiring, caps: Caps, wishes: Wishes | None = None
     ) -> None:
-        self._names = [name for name, _ in named]
-        self._parameters = [parameter for _, parameter in named]
-        self._leaves = [leaf_of(parameter, name) for name, parameter in named]  # as they are reduced
+        self._watched = Watched(named)
         self.gate = PassGate(self, wiring.name)  # of distributed autograd
         self._wiring = self._with_passes(wiring)
         self.name = wiring.name
@@ -74,7 +65,7 @@ class Reducer:
         self.sync = True  # no_sync() switches it off
         self.look_again: Look = _do_nothing  # at the module, before a reduced backward
         self.before_first: weakref.WeakMethod[Any] | None = None  # to be called before the first backward
-        self.steps = StepCount(self._parameters)  # of optimizers
+        self.steps = StepCount(self.parameters)  # of optimizers
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         # In a fixed order all ranks use one unit.
@@ -85,12 +76,12 @@ class Reducer:
         self._armed = False
         self._kept_company = False  # since it ran out of batches
         self._awaited: list[Any] = []  # futures of a buffer hook
-        self._peer_lost: PeerLost | None = None
-        self._noting = _NotingLostPeers(self)
-        self._broken = ""  # how this rank failed when the others could not be told any more
-        self._closed = False  # the present backward has been closed here
-        self.recorder = Recorder(clocks_for(self._parameters))
-        self._planner = Planner(self._named_leaves(), caps, wishes or Wishes(), wiring.hook, self.recorder)
+        self.trouble = Trouble(self)
+        self.has_closed = False  # the present backward has been closed here
+        self.recorder = Recorder(clocks_for(self.parameters))
+        self._planner = Planner(
+            self._watched.named_leaves, caps, wishes or Wishes(), wiring.hook, self.recorder
+        )
         self._caps = caps
         self.watch = 0  # counts how often other parameters were watched
         self._watch()
@@ -100,23 +91,22 @@ class Reducer:
     # ---- the parameters --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        # Frozen parameters too: if one is unfrozen later, its first gradient has to be noticed. The nodes
-        # are kept because the hooks live and die with them.
-        self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
-        self._by_node = {node: index for index, node in enumerate(self._nodes)}
         self.watch += 1
-        self._handles = [
-            node.register_hook(self._on_gradient_of(index, leaf))
-            for index, (node, leaf) in enumerate(zip(self._nodes, self._leaves, strict=True))
-        ]
         self._tree = Tree(self._leaves, self._names) if self._wiring.deterministic else None
+        self._watched.hear(self._on_gradient_of)
         if self._tree is not None:
-            nodes = enumerate(self._nodes)
-            self._handles += [node.register_prehook(self._before_gradient_of(i)) for i, node in nodes]
-        self._kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
-        self._addresses = self._addresses_now()
+            self._watched.hear_before(self._before_gradient_of)
 
-    def _on_gradient_of(self, index: int, leaf: torch.Tensor) -> Callable[[Any, Any], None]:
+    @property
+    def _names(self) -> Sequence[str]:
+        return self._watched.names
+
+    @property
+    def _leaves(self) -> Sequence[torch.Tensor]:
+        """The tensors by which the parameters are reduced."""
+        return self._watched.leaves
+
+    def _on_gradient_of(self, index: int) -> Callable[[Any, Any], None]:
         def on_gradient(_inputs: Any, outputs: Any) -> None:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
@@ -130,15 +120,7 @@ class Reducer:
             elif outputs[0] is not None:
                 backward.arrived(index)
 
-        if not isinstance(leaf, Part):
-            return on_gradient
-
-        def on_sharded_gradient(inputs: Any, outputs: Any) -> None:
-            """Sum up what is partial over the parameter's own mesh first."""
-            leaf.settle()
-            on_gradient(inputs, outputs)
-
-        return on_sharded_gradient
+        return on_gradient
 
     def _before_gradient_of(self, index: int) -> Callable[[Any], Any]:
         def before_gradient(gradients: Any) -> Any:
@@ -165,29 +147,27 @@ class Reducer:
             self._watch_others(before, wishes_before)
             raise
         known = {id(parameter) for _, parameter in before}
-        return [parameter for parameter in self._parameters if id(parameter) not in known]
+        return [parameter for parameter in self.parameters if id(parameter) not in known]
 
     def _watch_others(self, named: Sequence[Named], wishes: Wishes) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._names = [name for name, _ in named]
-        known = dict(zip(map(id, self._parameters), self._leaves, strict=True))
-        self._parameters = [parameter for _, parameter in named]
-        self._leaves = [known[id(p)] if id(p) in known else leaf_of(p, name) for name, p in named]
+        self._watched.let_go()
+        self._watched = Watched(named, before=self._watched)
         self._local.move_to(self._leaves)
         self._held.clear()
-        self.steps.move_to(self._parameters)
+        self.steps.move_to(self.parameters)
         tree = self._tree
         self._watch()
         if tree is not None and self._tree is not None:
             self._tree.take_over(tree)
-        bind(self._wiring.hook, self._named_leaves(), self._wiring.comm)
-        self._planner = Planner(self._named_leaves(), self._caps, wishes, self._wiring.hook, self.recorder)
+        bind(self._wiring.hook, self._watched.named_leaves, self._wiring.comm)
+        self._planner = Planner(
+            self._watched.named_leaves, self._caps, wishes, self._wiring.hook, self.recorder
+        )
 
     def _agree_on_change(self) -> None:
         try:
-            backward = self._start_synced(Kind.CHANGED)
-            with self._noting:
+            backward = self.start_synced(Kind.CHANGED)
+            with self.trouble:
                 backward.agree()
         except BaseException as error:
             self.on_backward_raised(error)
@@ -224,7 +204,7 @@ class Reducer:
     @property
     def nodes(self) -> Mapping[Any, int]:
         """The parameters by the autograd nodes that write their gradients."""
-        return self._by_node
+        return self._watched.by_node
 
     def _open(
         self, first: int, came: torch.Tensor | None, *, is_taken: bool = False
@@ -236,7 +216,7 @@ class Reducer:
         """Start an ordinary backward with its first gradient."""
         backward: SyncedBackward | LocalBackward
         if self._note_start():
-            backward = self._start_synced(in_graph=torch.is_grad_enabled(), hold=self._is_learning)
+            backward = self.start_synced(in_graph=torch.is_grad_enabled(), hold=self._is_learning)
         else:
             counts = self._local.counts
             backward = LocalBackward(self._leaves, self._local.indices, self._tree, counts=counts)
@@ -256,7 +236,7 @@ class Reducer:
             self.recorder.counts_local()
         return is_reduced
 
-    def _start_synced(
+    def start_synced(
         self,
         kind: Kind = Kind.BACKWARD,
         *,
@@ -265,10 +245,11 @@ class Reducer:
         failure: str = "",
         where: str = BACKWARD,
     ) -> SyncedBackward:
-        self.check_usable()
-        if self._broken and not failure:
+        self.trouble.check_usable()
+        if self.trouble.broken and not failure:
             failure = (
-                f"this rank failed while gradients were handed out, so its weights are behind: {self._broken}"
+                "this rank failed while gradients were handed out, so its weights are behind: "
+                f"{self.trouble.broken}"
             )
         self._planner.notice_changes()
         self._local.forget_cleared()
@@ -281,7 +262,7 @@ class Reducer:
         # While a failure is told, gradients of a pass may come on another thread.
         backward.is_pass = is_pass or (bool(failure) and agent_is_set())
         self._backward = backward
-        with self._noting:
+        with self.trouble:
             backward.open(
                 kind,
                 self._local.ledger,
@@ -336,7 +317,7 @@ class Reducer:
     def hurry(self) -> None:
         """Put nothing off: several replicas in one backward have to send in the same order on every rank."""
         if isinstance(self._backward, SyncedBackward):
-            with self._noting:
+            with self.trouble:
                 self._backward.hurry()
 
     def on_nested_begin(self) -> None:
@@ -352,7 +333,7 @@ class Reducer:
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
         if isinstance(self._backward, SyncedBackward):
-            with self._noting:
+            with self.trouble:
                 self._backward.send_rest()
 
     def on_backward_end(self) -> None:
@@ -366,13 +347,13 @@ class Reducer:
 
     def _close(self) -> None:
         self._backward = None
-        self._closed = True
+        self.has_closed = True
         while self._awaited:
             self._awaited.pop(0).wait()
         self._micro_batches = max(0, self._micro_batches - 1)
 
     def _finish(self, backward: SyncedBackward) -> None:
-        with self._noting:
+        with self.trouble:
             outcome = backward.finish(learn=self._planner.is_guess)
         if self.passes.present is not None:
             self._check_contexts(outcome, backward)
@@ -428,7 +409,7 @@ class Reducer:
     def _reduce_as(self, kind: Kind) -> None:
         """Take part in a reduction without a backward."""
         try:
-            self._finish(self._start_synced(kind))
+            self._finish(self.start_synced(kind))
         except BaseException as error:
             self.on_backward_raised(error)
             raise
@@ -440,8 +421,8 @@ class Reducer:
         Returns these ranks; none, when all have run out.
         """
         try:
-            backward = self._start_synced(Kind.JOINED)
-            with self._noting:
+            backward = self.start_synced(Kind.JOINED)
+            with self.trouble:
                 backward.agree()
             if backward.active:
                 self._kept_company = True
@@ -486,13 +467,13 @@ class Reducer:
             self._check_unweighted()
             self._close()
             return Stage.LOCAL
-        backward = self._start_synced(hold=True)
-        with self._noting:
+        backward = self.start_synced(hold=True)
+        with self.trouble:
             backward.agree()
         if present.error is not None:  # the others have been told, if there are any
             raise present.error
-        with self.passes.lent(self._parameters):
-            for index in present.arrived(self._parameters):
+        with self.passes.lent(self.parameters):
+            for index in present.arrived(self.parameters):
                 backward.arrived(index)
             self._finish(backward)
         self._close()
@@ -514,7 +495,7 @@ class Reducer:
 
     def on_backward_begin(self, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener."""
-        self._closed = False
+        self.has_closed = False
         if self.before_first is not None:
             act, self.before_first = self.before_first(), None
             if act is not None:
@@ -538,80 +519,23 @@ class Reducer:
 
     def on_backward_failing(self, error: BaseException, leaves: Callable[[], set[int]]) -> None:
         """See BackwardListener: open, as failed, what was going to be opened."""
-        if getattr(error, "is_known", False):
-            return
-        if self._has_told(error):
-            return
-        if self._backward is None and self._lost is None and self._was_to_be_reduced(leaves):
-            with contextlib.suppress(PeerLost):
-                self._start_synced(failure=words_of(error))
+        self.trouble.on_failing(error, leaves)
 
     def on_backward_raised(self, error: BaseException) -> None:
         """See BackwardListener: settle the matter with the other ranks before the user sees the error."""
-        backward = self._backward
         engine_watch.forget(self)
-        if backward is None or isinstance(backward, LocalBackward):
-            self._backward = None
-            if self._tree is not None:
-                self._tree.undo()
-            if self._lost is not None:
-                self._drop_gradients()
-            return
-        self.recorder.fail(backward.step + 1, words_of(error))
-        if isinstance(error, PeerLost):
-            self._peer_lost = self._peer_lost or error
-        if self._lost is None:
-            self._settle(backward, error)
-        else:
-            backward.tell_across(error)
-            self._drop_gradients()
-        # What is told needs to know that a backward is under way: only now it is over.
+        self.trouble.on_raised(error)
+
+    def end_backward(self) -> None:
+        """Be done with a backward that was not closed."""
         self._backward = None
-        if backward.is_out_of_step:
-            self._end_for_good(error)
 
-    def _end_for_good(self, error: BaseException) -> None:
-        """End every replica over this group: what it sends next would meet what the hook has left behind."""
-        own = PeerFailed(
-            f"the communication hook raised on this rank: {words_of(error)}", text=words_of(error)
-        )
-        known = isinstance(error, PeerFailed | PeerLost | RanksDisagree)
-        self._wiring.control.ended = error if known else own  # type: ignore[assignment]
+    def undo_local(self) -> None:
+        """Take back what a local backward that raised has done, where this rank keeps its own sums."""
+        if self._tree is not None:
+            self._tree.undo()
 
-    def _was_to_be_reduced(self, leaves: Callable[[], set[int]]) -> bool:
-        """Tell whether a backward that raised before our first gradient was going to be reduced here."""
-        if self._closed or not self.wants_sync:
-            return False
-        return any(id(parameter) in leaves() for parameter in self._parameters)
-
-    def _settle(self, backward: SyncedBackward, error: BaseException) -> None:
-        """Tell the other ranks what happened here, and forget the gradients."""
-        backward.tell_across(error)
-        failure = words_of(error)
-        try:
-            self._tell(backward, failure)
-        except (PeerFailed, RanksDisagree, InputsExhausted):
-            pass  # the others had something to say as well; this rank raises its own exception
-        except TooLate:
-            self._broken = failure
-        except Exception as trouble:
-            error.add_note(f"paceline could not tell the other ranks: {trouble}")
-        if backward.is_behind:
-            self._broken = failure
-        _told_by(error)[self.name] = self.step
-        self._drop_gradients()
-        if isinstance(error, RanksDisagree) and error.is_about_steps:
-            self.steps.count = 0  # said once: what is done about it cannot be seen from here
-        self._planner.is_disputed |= isinstance(error, RanksDisagree) and not error.is_known
-
-    def _tell(self, backward: SyncedBackward, failure: str) -> None:
-        with self._noting:
-            try:
-                backward.abandon(failure)
-            finally:
-                self.step = backward.step + (not backward.is_void)
-
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Forget the gradients of a step that did not succeed, so that nothing half-reduced is used."""
         if not self.gate.keeps_gradients:
             self._local.drop(self.plan.members)
@@ -621,6 +545,16 @@ class Reducer:
             rider.dropped()
         if isinstance(self._wiring.hook, StatefulHook):
             self._wiring.hook.forget()
+
+    def note_failure(self, step: int, text: str) -> None:
+        """Write down that a backward has failed."""
+        self.recorder.fail(step, text)
+
+    def note_disagreement(self, error: RanksDisagree) -> None:
+        """Draw the conclusions from what the ranks have differed about."""
+        if error.is_about_steps:
+            self.steps.count = 0  # said once: what is done about it cannot be seen from here
+        self._planner.is_disputed |= not error.is_known
 
     # ---- what others ask -------------------------------------------------------------------------
 
@@ -644,7 +578,7 @@ class Reducer:
         except BaseException as error:
             due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
             if due:
-                self.tell_failure(error)  # the others are going to wait for this rank's share
+                self.trouble.tell(error)  # the others are going to wait for this rank's share
             raise
         due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
         if due:
@@ -665,27 +599,16 @@ class Reducer:
         if joining is None and self._kept_company:
             self._kept_company = False
             for index in self.plan.members:  # the others' gradients, of steps that this rank has not made
-                self._parameters[index].grad = None
+                self.parameters[index].grad = None
         self.steps.count = 0  # inside, the ranks have made different numbers of steps
         self.last_active = range(self._wiring.comm.size)
 
-    @property
-    def _lost(self) -> Exception | None:
-        """Why nothing can be reduced any more."""
-        return self._peer_lost or self._wiring.control.ended
-
-    def check_usable(self) -> None:
-        """Raise if nothing can be sent any more."""
-        if (lost := self._lost) is not None:
-            rank = getattr(lost, "rank", -1)
-            raise PeerLost(f"no reduction is possible any more: {lost}", rank) from lost
-
     def exchange(self, kind: bytes, frame: bytes) -> list[bytes]:
         """Tell every rank something outside of a backward, and hear what every rank tells."""
-        self.check_usable()
+        self.trouble.check_usable()
         topic = self.name + b"." + kind
         self._wiring.control.post(topic, frame)
-        with self._noting:
+        with self.trouble:
             return self._wiring.control.collect(topic, self._wiring.comm.seconds, self)
 
     @property
@@ -704,36 +627,6 @@ class Reducer:
         backward = self._backward
         return backward.progress if isinstance(backward, SyncedBackward) else ""
 
-    def tell_failure(self, error: BaseException, where: str = LOOP) -> None:
-        """Let the others know, in their next backward, that an exception has come in its place here."""
-        self.open_failure(error, where)
-        if isinstance(self._backward, SyncedBackward):
-            self._settle(self._backward, error)
-            self._backward = None
-
-    def open_failure(self, error: BaseException, where: str = LOOP) -> None:
-        """Say so, without waiting for anybody. Of several replicas, all do this before one waits."""
-        is_told = self._has_told(error) or getattr(error, "is_known", False)
-        if not is_told and self._lost is None and self._backward is None:
-            with contextlib.suppress(PeerLost):
-                self._start_synced(failure=words_of(error), where=where)
-
-    def _has_told(self, error: BaseException) -> bool:
-        """Tell whether the others know of an exception, and nothing has begun here since."""
-        return _told_by(error).get(self.name) == self.step
-
-    def forget_told(self, error: BaseException, before: int) -> None:
-        """Hear that an exception was raised anew since a step, be it an object that was raised before."""
-        if _told_by(error).get(self.name, before) <= before:
-            _told_by(error).pop(self.name, None)
-
-    def say_goodbye(self) -> None:
-        """Say, where that waits for nobody, that no backward follows; ranks that go on are told so."""
-        if self._wiring.control.posts_alone and self._lost is None and self._backward is None:
-            with contextlib.suppress(PeerLost):
-                self._start_synced(Kind.LEFT)
-            self._backward = None
-
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Hold this rank to one reduced backward, or a skip(), inside; tell the others what comes of it."""
@@ -748,7 +641,7 @@ class Reducer:
                 )
         except BaseException as error:
             if self.step - self._changes == before and self.wants_sync:
-                self.tell_failure(error)
+                self.trouble.tell(error)
             raise
 
     @property
@@ -764,7 +657,7 @@ class Reducer:
     def set_hook(self, hook: Hook) -> None:
         """Take another hook, from the next backward on; every rank has to do so at the same point."""
         self.check_may_change("the hook")
-        bind(hook, self._named_leaves(), self._wiring.comm)
+        bind(hook, self._watched.named_leaves, self._wiring.comm)
         old, self._wiring = self._wiring.hook, dataclasses.replace(self._wiring, hook=hook)
         if isinstance(old, StatefulHook) and old is not hook:
             old.settle()
@@ -791,15 +684,15 @@ class Reducer:
     def rewire(self, wiring: Wiring, step: int) -> None:
         """Work with other ranks from now on."""
         self.check_may_change("the group")
-        bind(wiring.hook, self._named_leaves(), wiring.comm)
+        bind(wiring.hook, self._watched.named_leaves, wiring.comm)
         self._wiring, self.name, self.gate.name = self._with_passes(wiring), wiring.name, wiring.name
-        self.step, self._peer_lost = step, None
+        self.step = step
         self.steps.count = 0
-        self._broken = ""
+        self.trouble.forget()
         # What the old ranks agreed on, the new ones have not.
         if self._tree is not None:
             self._tree.clear()
-        self._local.indices.update(i for i in self.plan.members if self._parameters[i].grad is not None)
+        self._local.indices.update(i for i in self.plan.members if self.parameters[i].grad is not None)
         self._planner.set_hook(wiring.hook)
         self._planner.start_anew()
 
@@ -856,15 +749,12 @@ class Reducer:
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters that are watched, with their names."""
-        return zip(self._names, self._parameters, strict=True)
-
-    def _named_leaves(self) -> list[tuple[str, torch.Tensor]]:
-        return list(zip(self._names, self._leaves, strict=True))
+        return self._watched.named
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that are watched, frozen ones included."""
-        return self._parameters
+        return self._watched.parameters
 
     @property
     def shelves(self) -> Sequence[Shelf]:
@@ -895,48 +785,20 @@ class Reducer:
         if self._is_running():
             settled = self._backward.settled if isinstance(self._backward, SyncedBackward) else ()
             suspects = (index for index in self.plan.members if index not in settled)
-        return {self._names[i]: p for i in suspects if (p := self._parameters[i]).grad is not None}
-
-    def _addresses_now(self) -> list[int]:
-        return list(map(_ADDRESS, self._leaves))
+        return {self._names[i]: p for i in suspects if (p := self.parameters[i]).grad is not None}
 
     def moved(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that were cast or moved: torch forgets their hooks then.
-
-        Asked before every optimizer step, so it looks at addresses first: who moves gets a new one.
-        """
-        addresses = self._addresses_now()
-        if addresses == self._addresses:
-            return {}
-        kinds = zip(self._names, self._parameters, self._kinds, strict=True)
-        moved = {name: p for name, p, kind in kinds if (p.dtype, p.device) != kind}
-        if not moved:
-            self._addresses = addresses  # other memory of the same kind: the hooks are still there
-        return moved
+        """Return the parameters that were cast or moved: torch forgets their hooks then."""
+        return self._watched.moved()
 
     def close(self) -> None:
         """Take every hook off again."""
         engine_watch.remove(self)
         pass_watch.remove(self.gate)
         engine_watch.forget(self.gate)
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._nodes, self._by_node = [], [], {}
+        self._watched.let_go()
         if isinstance(self._wiring.hook, StatefulHook):
             self._wiring.hook.unbind()
-
-
-class _NotingLostPeers:
-    """Around whatever waits for others. Entered several times in a backward, so it is no generator."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = weakref.proxy(reducer)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        if isinstance(error, PeerLost):
-            self._reducer._peer_lost = error
 
 
 def _do_nothing(_leaves: Callable[[], set[int]] | None) -> None:
@@ -947,9 +809,3 @@ def bind(hook: Hook, named: Sequence[tuple[str, torch.Tensor]], comm: Comm) -> N
     """Let a hook get to know the parameters and the ranks, if it wants to."""
     if isinstance(hook, StatefulHook):
         hook.bind(named, comm)
-
-
-def _told_by(error: BaseException) -> dict[bytes, int]:
-    """Return, by replicas that have told the other ranks of an exception, at which step they were then."""
-    told: dict[bytes, int] = error.__dict__.setdefault("_paceline_told", {})
-    return told

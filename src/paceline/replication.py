@@ -207,7 +207,7 @@ class Replica:
                 )
             weight = read_weight(samples)
         except (TypeError, ValueError) as error:
-            reducer.tell_failure(error)
+            reducer.trouble.tell(error)
             raise
         with reducer.weight(weight):
             yield
@@ -471,12 +471,12 @@ class Replica:
     def open_failure(self, error: BaseException) -> None:
         """Say that this rank's loop has ended with an exception, without waiting for anybody."""
         if self.reducer:
-            self.reducer.open_failure(error)
+            self.reducer.trouble.open(error)
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the others know that this rank's loop has ended with an exception."""
         if self.reducer:
-            self.reducer.tell_failure(error)
+            self.reducer.trouble.tell(error)
 
     def take_state(self, source: int) -> None:
         """Take one rank's parameters, and those buffers that are kept equal while the module is trained.
@@ -529,8 +529,8 @@ class Replica:
     def _on_forward_failed(self, error: BaseException) -> None:
         """Tell the others that no backward is going to follow. Called by a hook of the module."""
         if self.reducer is not None and self._trains_here():
-            self.reducer.forget_told(error, self._forward_began_at)
-            self.reducer.tell_failure(error, "in its forward")
+            self.reducer.trouble.forget_told(error, self._forward_began_at)
+            self.reducer.trouble.tell(error, "in its forward")
 
     def _trains_here(self) -> bool:
         """Tell whether a forward that runs now is to be followed by a reduced backward."""

@@ -1,0 +1,91 @@
+"""The parameters of a replica, and the hooks by which the engine hears of their gradients.
+
+A hook sits on the autograd node that writes ``.grad``. Frozen parameters are watched too: if one is unfrozen
+later, its first gradient has to be noticed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+
+from paceline.sharded import Part, leaf_of
+from paceline.torch_private import accumulator_of
+
+Named = tuple[str, torch.nn.Parameter]
+Hook = Callable[[Any, Any], None]  # called with what came into a node, and with what it made of it
+_ADDRESS = methodcaller("data_ptr")
+
+
+class Watched:
+    """Parameters with their names and their ``leaves``: the tensors by which they are reduced."""
+
+    def __init__(self, named: Sequence[Named], before: "Watched | None" = None) -> None:
+        known: dict[int, torch.Tensor] = {}
+        if before is not None:
+            known = dict(zip(map(id, before.parameters), before.leaves, strict=True))
+        self.names: Sequence[str] = [name for name, _ in named]
+        self.parameters: Sequence[torch.nn.Parameter] = [parameter for _, parameter in named]
+        self.leaves: Sequence[torch.Tensor] = [
+            known[id(p)] if id(p) in known else leaf_of(p, name) for name, p in named
+        ]
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
+        self._addresses = self._addresses_now()
+        # The nodes are kept because the hooks live and die with them.
+        self._nodes = [accumulator_of(parameter) for parameter in self.parameters]
+        self.by_node: Mapping[Any, int] = {node: index for index, node in enumerate(self._nodes)}
+        self._handles: list[Any] = []
+
+    def hear(self, hook_of: Callable[[int], Hook]) -> None:
+        """Have a hook of each parameter called when its gradient has been written."""
+        for index, (node, leaf) in enumerate(zip(self._nodes, self.leaves, strict=True)):
+            hook = _settling(leaf, hook_of(index)) if isinstance(leaf, Part) else hook_of(index)
+            self._handles.append(node.register_hook(hook))
+
+    def hear_before(self, hook_of: Callable[[int], Callable[[Any], Any]]) -> None:
+        """Have a hook of each parameter called when its gradient is going to be written."""
+        self._handles += [node.register_prehook(hook_of(index)) for index, node in enumerate(self._nodes)]
+
+    def let_go(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes, self.by_node = [], [], {}
+
+    @property
+    def named(self) -> Iterator[Named]:
+        """The parameters with their names."""
+        return zip(self.names, self.parameters, strict=True)
+
+    @property
+    def named_leaves(self) -> list[tuple[str, torch.Tensor]]:
+        """The leaves with the names of their parameters."""
+        return list(zip(self.names, self.leaves, strict=True))
+
+    def moved(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that were cast or moved: torch forgets their hooks then.
+
+        Asked before every optimizer step, so it looks at addresses first: who moves gets a new one.
+        """
+        addresses = self._addresses_now()
+        if addresses == self._addresses:
+            return {}
+        kinds = zip(self.names, self.parameters, self._kinds, strict=True)
+        moved = {name: p for name, p, kind in kinds if (p.dtype, p.device) != kind}
+        if not moved:
+            self._addresses = addresses  # other memory of the same kind: the hooks are still there
+        return moved
+
+    def _addresses_now(self) -> list[int]:
+        return list(map(_ADDRESS, self.leaves))
+
+
+def _settling(leaf: Part, hook: Hook) -> Hook:
+    """Sum up what is partial over a sharded parameter's own mesh before a hook hears of it."""
+
+    def settle_and_tell(inputs: Any, outputs: Any) -> None:
+        leaf.settle()
+        hook(inputs, outputs)
+
+    return settle_and_tell
