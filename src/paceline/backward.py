@@ -12,7 +12,6 @@ collectives always match, and training can go on.
 import contextlib
 import dataclasses
 import enum
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,24 +20,21 @@ import torch
 
 from paceline.accumulation import accumulate
 from paceline.across import Verdict
+from paceline.apart import Apart
 from paceline.buffers import Turn
-from paceline.comm import Comm, Pending
 from paceline.errors import PacelineError, PeerLost, RanksDisagree
 from paceline.frames import Closing, Kind, Opening
-from paceline.hooks import GradBucket, InOrder, StatefulHook, is_sure, way_of
-from paceline.landing import Flight, hook_failed, land, land_in_rounds, linger
+from paceline.hooks import InOrder, StatefulHook, is_sure, way_of
+from paceline.landing import hook_failed
 from paceline.meeting import Meeting
-from paceline.recorder import CountedComm, StepRecord
-from paceline.remote import refuse_context
-from paceline.retrace import Retraceable
-from paceline.sharded import owner_of
-from paceline.shelf import APART, NOWHERE, Layout, Packet, SparseGradient
-from paceline.sparse import Share, gather_rows
+from paceline.outbox import Outbox
+from paceline.recorder import StepRecord
+from paceline.shelf import APART, NOWHERE, Layout
 from paceline.tally import Outcome, Tally, mixed_up, peer_failed
 from paceline.torch_private import shown_in_profiles
 from paceline.tree import Tree
 from paceline.weights import NOTHING, Ledger
-from paceline.wiring import Consumer, Wiring
+from paceline.wiring import Wiring
 
 TELL_SECONDS = 60.0  # how long a rank that has failed waits for the others to hear of it
 
@@ -59,6 +55,7 @@ class TooLate(Exception):
 
 
 NONE: frozenset[int] = frozenset()
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class LocalBackward:
@@ -107,18 +104,13 @@ class SyncedBackward:
     # What most backwards leave as it is.
     is_pass = False  # of distributed autograd: gradients that autograd brings now are of other ones
     _weight = 1.0
-    _in_graph = False
     _hold = False
-    _hidden = False
     _phase = Phase.OPEN
-    _skipped: set[int] | None = None  # buckets that no rank has put anything into, once that is known
     _agreed = False
     _adds_nothing = False
     _set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
     _counts_across = True
     _is_told_across = False
-    is_behind = False  # the optimizer inside backward raised, so this rank's weights are not the others'
-    is_out_of_step = False  # the ranks' collectives do not match any more
     is_dropped = False  # all ranks have agreed to go on without these gradients
 
     def __init__(
@@ -142,18 +134,13 @@ class SyncedBackward:
         self.quiet = layout.quiet if tree is None and not held else NONE
         record.arrival = self.seen
         self._late: set[int] = set()
-        self._aside: dict[int, torch.Tensor] = {}  # sparse gradients that came where dense ones were expected
-        self.settled: set[int] = set()  # parameters that the optimizer has stepped already
         self._waiting = list(layout.heard_counts if self.quiet else layout.counts)
-        self._packets = [Packet(shelf, wiring.scale_on(shelf.bucket.device)) for shelf in layout.shelves]
-        self._flights: list[Flight] = []
+        self._meeting = Meeting(wiring, layout.plan, record)
+        self._outbox = Outbox(wiring, layout, record, self._meeting, in_order=tree is not None)
+        self._packets, self._flights = self._outbox.packets, self._outbox.flights
+        self._apart = Apart(wiring, layout, self._outbox)
         self._sending = threading.Lock()  # nobody waits for it: who comes second leaves it to the first
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
-        counted = CountedComm(wiring.comm, record)
-        self._comm: Comm = counted if tree is None else InOrder(counted)
-        if not is_sure(wiring.hook):
-            self._comm = Retraceable(self._comm)
-        self._meeting = Meeting(wiring, layout.plan, record)
         self._round = record.step  # by which ranks with other parts know this backward
 
     @property
@@ -165,6 +152,21 @@ class SyncedBackward:
     def active(self) -> Sequence[int]:
         """The ranks that have batches."""
         return self._meeting.active
+
+    @property
+    def settled(self) -> set[int]:
+        """The parameters that the optimizer has stepped already."""
+        return self._outbox.settled
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the optimizer inside backward raised, so that this rank's weights are not the others'."""
+        return self._outbox.is_behind
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether the ranks' collectives do not match any more."""
+        return self._outbox.is_out_of_step
 
     def open(
         self,
@@ -184,7 +186,7 @@ class SyncedBackward:
         graph themselves (create_graph=True), ``hold`` that nothing can be sent before the end. With
         ``set_back`` the gradients of this backward do not count: it is called before anything is sent.
         """
-        self._in_graph, self._set_back = in_graph, set_back
+        self._outbox.in_graph, self._set_back = in_graph, set_back
         self._adds_nothing = kind in NOTHING
         self._weight = 1.0 if ledger.total is None else ledger.total
         self._counts_across = kind is not Kind.LEFT
@@ -215,7 +217,7 @@ class SyncedBackward:
                 "report this"
             )
         if position is not None and (self._tree is None or not self._tree.holds(parameter)):
-            self._packets[place].take(position, hide=self._hidden)
+            self._packets[place].take(position, hide=self._outbox.hidden)
         waiting = self._waiting
         if parameter not in self.quiet:
             waiting[place] -= 1
@@ -289,10 +291,7 @@ class SyncedBackward:
         comes is not added to a buffer that is on its way.
         """
         self._listen()
-        if not self._hidden and not self._in_graph:
-            self._hidden = True
-            for packet in self._packets:
-                packet.hide()
+        self._outbox.hide()
 
     def _arrived_again(self, parameter: int) -> None:
         """Note a second gradient; from now on its bucket waits for the end of a backward."""
@@ -302,8 +301,8 @@ class SyncedBackward:
         place, position = self._layout.place_of(parameter)
         if self._hold or place >= len(self._flights):
             if self._packets[place].holds(position):
-                self._packets[place].take(position, hide=self._hidden)  # adds to what was taken before
-        elif self._hidden and parameter not in self.settled:
+                self._packets[place].take(position, hide=self._outbox.hidden)  # adds to what was taken before
+        elif self._outbox.hidden and parameter not in self.settled:
             self._late.add(parameter)
         else:
             name = self._layout.plan.specs[parameter].name
@@ -353,94 +352,13 @@ class SyncedBackward:
     def _send_next(self, *, empty: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
         self.agree()
-        packet = self._packets[len(self._flights)]
-        if torch.is_grad_enabled():  # it is not while autograd computes, unless it makes a graph
-            with torch.no_grad():
-                self._send(packet, empty=empty)
-        else:
-            self._send(packet, empty=empty)
-
-    def _send(self, packet: Packet, *, empty: bool) -> None:
         if self._tree is not None and not empty:
-            self._tree.fold(packet.shelf.indices, self._weight)
+            self._tree.fold(self._packets[len(self._flights)].shelf.indices, self._weight)
         factor = self._factor
         empty |= self._adds_nothing or not factor
-        if empty:
-            packet.fill_with_zeros()
-        else:
-            self._fill(packet)
-            if factor != 1:
-                packet.flat.mul_(factor)
-        self._flights.append(Flight(packet, self._start(packet)))
-        if empty:
-            return
-        if not self._in_graph:
-            seen = self.seen.keys() - self._aside.keys() if self._aside else self.seen
-            packet.put_views(seen, hide=self._hidden)
-        if self._wiring.consumer is not None:
-            self._consume(self._flights[:-1])
-
-    def _fill(self, packet: Packet) -> None:
-        indices = packet.shelf.indices
-        # Only what this backward has added to may be reduced in place: the rest keeps what it has until the
-        # others have spoken.
-        touched = self._next_is_complete() or self.seen.keys() >= set(indices)
-        in_place = touched and not self._in_graph
-        try:
-            missing = packet.fill(in_place=in_place)
-        except SparseGradient:
-            aside = packet.set_aside_sparse()
-            self._aside |= {indices[position]: gradient for position, gradient in aside.items()}
-            missing = [position for position in packet.fill(in_place=in_place) if position not in aside]
-        for position in missing:
-            # Autograd may have come by with nothing in its hands.
-            if self.seen.pop(indices[position], 0) is None:
-                refuse_context(packet.shelf.names[position])
-
-    def _start(self, packet: Packet) -> Pending:
-        shelf = packet.shelf
-        bucket = GradBucket(
-            shelf.bucket.index,
-            packet.flat,
-            shelf.parameters,
-            shelf.names,
-            is_last=len(self._flights) + 1 == len(self._waiting),
-            split=shelf.views,
-            is_scaled=packet.scale != 1,
-        )
-        if self._skipped and bucket.index in self._skipped:
-            return Pending(packet.flat)
-        for rider in self._wiring.riders:
-            rider.goes_out(bucket)
-        self._wiring.control.note(b"%b %d" % (self._wiring.name, bucket.index))
-        self.record.hands_over()
-        try:
-            return self._wiring.hook(bucket, self._comm)
-        except BaseException:
-            self.is_out_of_step = True  # the others have started what this rank has not
-            raise
-
-    def _consume(self, flights: Sequence[Flight]) -> None:
-        """Let the optimizer have the buckets that are complete, and free them. On a GPU nothing waits.
-
-        A bucket with a gap is kept until the ranks have said which parameters none of them has used.
-        """
-        consumer = self._wiring.consumer
-        if consumer is None or self._hidden or self._in_graph:
-            return
-        for flight in flights:
-            if not flight.is_consumed and flight.packet.is_out_of_hand:
-                flight.land()
-                self._step_on(flight.packet.shelf.indices, consumer)
-                flight.release()
-
-    def _step_on(self, indices: Sequence[int], consumer: Consumer) -> None:
-        self.settled.update(indices)
-        try:
-            consumer([owner_of(self._layout.parameters[index]) for index in indices])
-        except BaseException:
-            self.is_behind = True
-            raise
+        # Gradients are enabled only in a backward that makes a graph, and outside of one.
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+            self._outbox.send_next(self.seen, factor, complete=self._next_is_complete(), empty=empty)
 
     # ---- the ranks agree -------------------------------------------------------------------------
 
@@ -456,8 +374,9 @@ class SyncedBackward:
             self._note_settled()
             raise
         self._agreed = True
-        if isinstance(self._comm, InOrder):
-            self._comm.factor = self._meeting.share.scale / self._comm.size
+        comm = self._outbox.comm
+        if isinstance(comm, InOrder):
+            comm.factor = self._meeting.share.scale / comm.size
         if isinstance(self._wiring.hook, StatefulHook) and self.active:
             self._wiring.hook.begin()
 
@@ -500,14 +419,14 @@ class SyncedBackward:
 
     def _find_skipped(self, seconds: float | None = None, *, failed: bool = False) -> None:
         """Agree on the buckets into which no rank has put anything; a rank that has failed has not."""
-        if not self._wiring.skip_unused or self._skipped is not None:
+        if not self._wiring.skip_unused or self._outbox.skipped is not None:
             return
         rest = enumerate(self._layout.shelves[len(self._flights) :], len(self._flights))
         have = set() if failed else self.seen.keys() | self._local
         mine = {place for place, shelf in rest if have.isdisjoint(shelf.indices)}
         frames = self._exchange(b"rest", b",".join(b"%d" % place for place in sorted(mine)), seconds)
         theirs = ({int(number) for number in frame.split(b",") if number} for frame in frames)
-        self._skipped = mine.intersection(*theirs)
+        self._outbox.skipped = mine.intersection(*theirs)
 
     def finish(self, *, learn: bool = False) -> Outcome:
         """Hear what the others used, and hand out the reduced gradients.
@@ -517,31 +436,32 @@ class SyncedBackward:
         """
         self.send_rest()
         arrival: Sequence[int] = tuple(self.seen) if learn else ()
-        shares = self._shares()
-        self._show_apart(shares)
+        if not self._adds_nothing:
+            self._apart.collect(self._factor)
+        self._apart.show(self._late)
         turn = self._buffers_due()
-        self._meeting.tell(self._closing(shares, turn, len(arrival)))
+        self._meeting.tell(self._closing(turn, len(arrival)))
         if turn is None:
-            linger(self._flights)
+            self._outbox.linger()
         tally = self._hear()
         # By now every rank has sent everything, so what follows waits for no one's computation.
         if tally.is_stuck:
             self._phase = Phase.DONE
-            raise hook_failed(self.step, tally.failed, is_over=not self._catch_up())
+            raise hook_failed(self.step, tally.failed, is_over=not self._outbox.catch_up())
         self._phase = Phase.CLOSED
         with torch.no_grad():
             order = self._receive(tally, turn, arrival)
             self._refuse(tally)
             arrival = self._wait_for(order)
             self._agree_across()
-            rows = {} if tally.is_plain else self._gather_rows(shares, tally)
+            rows = {} if tally.is_plain else self._apart.gather(tally)
         self.record.has_landed()
         # To a rank that has joined as well: what steps there, as ZeroRedundancyOptimizer does, must not step
         # on gradients of its last batch.
         if self.is_dropped:
             self._drop()
         else:
-            self._hand_out(tally.outcome.missing_everywhere, rows)
+            self._outbox.hand_out(tally.outcome.missing_everywhere, rows)
         self._phase = Phase.DONE
         for rider in self._wiring.riders:
             rider.handed_out(self.step)
@@ -549,7 +469,7 @@ class SyncedBackward:
             raise self._buffers_differ(turn)
         return dataclasses.replace(tally.outcome, arrival=arrival) if arrival else tally.outcome
 
-    def _closing(self, shares: dict[int, Share], turn: Turn | None, arrived: int) -> Closing:
+    def _closing(self, turn: Turn | None, arrived: int) -> Closing:
         with shown_in_profiles("paceline::search_unused_parameters"):
             used = self._used()
         return Closing(
@@ -557,7 +477,7 @@ class SyncedBackward:
             used,
             arrived,
             tuple(sorted(self._late)),
-            tuple(n for i, share in shares.items() for n in (i, share.count, share.came_dense)),
+            self._apart.told(),
             buffers=turn.tell() if turn else b"",
             told=[rider.closes(self.step) for rider in self._wiring.riders],
         )
@@ -599,7 +519,7 @@ class SyncedBackward:
         if turn:
             turn.take()
         if not tally.failed:
-            self._add_late(tally.late)
+            self._outbox.add_late(tally.late, self._late, self._factor)
         return order
 
     def _send_beside(self, tally: Tally, turn: Turn | None, mine: Sequence[int]) -> Order:
@@ -614,7 +534,7 @@ class SyncedBackward:
             return
         if tally.failed:
             self._phase = Phase.DONE
-            self._step_anyway(tally.outcome)
+            self._outbox.step_anyway(tally.outcome)
             raise peer_failed(self.step, tally.failed, is_stepped=self._wiring.consumer is not None)
         error: PacelineError | None = mixed_up(self.step) if tally.is_mixed_up else None
         if self._wiring.unused == "error":
@@ -622,7 +542,7 @@ class SyncedBackward:
         if error is not None:
             self._phase = Phase.DONE
             self._wiring.control.trace = 0
-            self._step_anyway(tally.outcome)
+            self._outbox.step_anyway(tally.outcome)
             raise error
         self._ask_riders(tally)
 
@@ -678,10 +598,10 @@ class SyncedBackward:
             tally = self._close(Closing(trace, self._used(), failure=failure, stuck=stuck), TELL_SECONDS)
             self._phase = Phase.DONE
             if tally.is_stuck:
-                self._catch_up(TELL_SECONDS)
+                self._outbox.catch_up(TELL_SECONDS)
             else:
                 self._land(surely=True)
-                self._step_anyway(tally.outcome)
+                self._outbox.step_anyway(tally.outcome)
 
     def _send_empty(self) -> None:
         """Send what is left, empty. If the hook raises on that as well, the others hear it in the closing."""
@@ -689,41 +609,14 @@ class SyncedBackward:
             while len(self._flights) < len(self._waiting) and not self.is_out_of_step:
                 self._send_next(empty=True)
 
-    def _step_anyway(self, outcome: Outcome) -> None:
-        """Let an optimizer inside backward go on after a failure: it has begun, on every rank."""
-        if self._wiring.consumer is not None and not self.is_behind:
-            for flight in self._flights:
-                if not flight.is_consumed:
-                    self._put_back(flight.packet, outcome.missing_everywhere)
-            self._consume_rest(outcome.missing_everywhere.union(self._layout.plan.sparse))
-
     def _land(self, *, surely: bool) -> None:
-        """Wait for the buckets. After a failure no result is used, and nothing has to be confirmed."""
-        flights = [flight for flight in self._flights if not flight.is_consumed]
-        self._wiring.comm.waits(self._meeting)
+        """Wait for the buckets. After a failure no result is used."""
         try:
-            if is_sure(self._wiring.hook) or surely:
-                land(flights)
-            else:
-                self._land_in_rounds(flights)
-        finally:
-            self._wiring.comm.waits(None)
-
-    def _land_in_rounds(self, flights: Sequence[Flight]) -> None:
-        try:
-            land_in_rounds(flights, self._meeting.confirm, self._catch_up, self.step)
+            self._outbox.land(surely=surely)
         except BaseException:
-            self._phase = Phase.DONE
+            if not surely and not is_sure(self._wiring.hook):  # every rank has confirmed that it failed
+                self._phase = Phase.DONE
             raise
-
-    def _catch_up(self, seconds: float | None = None) -> bool:
-        """Bring the ranks' collectives level after a hook has raised on some; tell whether that is done."""
-        self.is_out_of_step = True
-        if isinstance(self._comm, Retraceable):
-            exchange = functools.partial(self._meeting.exchange, b"retrace", seconds=seconds)
-            self.is_out_of_step = not self._comm.catch_up(exchange)
-            self._wiring.control.trace = 0
-        return not self.is_out_of_step
 
     def _close(self, closing: Closing, seconds: float | None = None) -> Tally:
         self._meeting.tell(closing)
@@ -763,109 +656,3 @@ class SyncedBackward:
         for index in members:
             used[index] = index in self.seen or index in self._local
         return bytes(used)
-
-    def _add_late(self, late: Sequence[int]) -> None:
-        """Reduce gradients that came, on some rank, after their bucket was out, and add them to it."""
-        for index in late:
-            place, position = self._layout.place_of(index)
-            view, parameter = self._packets[place].views[position], self._layout.parameters[index]
-            mine = parameter.grad if index in self._late else None
-            if mine is not None and mine.layout is not torch.strided:
-                mine = mine.to_dense()
-            flat = torch.zeros_like(view) if mine is None else mine.clone(memory_format=torch.preserve_format)
-            view.add_(self._reduce_late(flat.contiguous().view(-1)).view_as(view))
-            if mine is not None:
-                parameter.grad = None
-
-    def _reduce_late(self, flat: torch.Tensor) -> torch.Tensor:
-        way = way_of(self._wiring.hook)
-        if way == "own":
-            return flat
-        if self._factor != 1:
-            flat.mul_(self._factor)
-        return (self._comm.average(flat) if way == "mean" else self._comm.total(flat)).wait()
-
-    # ---- gradients that travel by rows -----------------------------------------------------------
-
-    def _show_apart(self, shares: dict[int, Share]) -> None:
-        """Let the riders see this rank's gradients that are in no bucket."""
-        if not self._wiring.riders or not (shares or self._late):
-            return
-        apart = {index: share.values for index, share in shares.items()}
-        late = {index: self._layout.parameters[index].grad for index in self._late}
-        for index, gradient in (*apart.items(), *late.items()):
-            if gradient is not None:
-                for rider in self._wiring.riders:
-                    rider.goes_apart(self._layout.plan.specs[index].name, gradient)
-
-    def _shares(self) -> dict[int, Share]:
-        """Bring this rank's sparse gradients into the form in which they travel."""
-        if self._adds_nothing or not (self._layout.plan.sparse or self._aside):
-            return {}
-        parameters = self._layout.parameters
-        # Those of earlier backwards as well: if another rank has added to one, all of it is reduced anew.
-        there = {i: parameters[i].grad for i in self._layout.plan.sparse if parameters[i].grad is not None}
-        gradients = {**there, **self._aside}
-        return {
-            index: Share(gradient, parameters[index], self._factor) for index, gradient in gradients.items()
-        }
-
-    def _gather_rows(self, shares: dict[int, Share], tally: Tally) -> dict[int, torch.Tensor]:
-        """Return the reduced gradients of all parameters that had a sparse one on some rank."""
-        way = way_of(self._wiring.hook)
-        if way == "own" or not any(tally.rows):
-            return dict(self._aside)
-        divisor = self._comm.divisor if way == "mean" else 1
-        told = [
-            {index: rows for index, rows in rank.items() if index not in tally.outcome.missing_everywhere}
-            for rank in tally.rows
-        ]
-        rows = gather_rows(shares, told, self._layout.parameters, self._comm, divisor)
-        for index in rows.keys() & set(self._layout.plan.order):
-            users = [rank for rank in range(len(tally.closings)) if tally.is_used(index, rank)]
-            if not all(index in tally.rows[rank] for rank in users):
-                # Somebody has put a dense gradient into the slot.
-                place, position = self._layout.place_of(index)
-                rows[index] = self._packets[place].views[position].add(rows[index])
-        return rows
-
-    # ---- gradients are handed out ----------------------------------------------------------------
-
-    def _hand_out(self, untouched: frozenset[int], rows: dict[int, torch.Tensor]) -> None:
-        """Make every gradient a view of its reduced bucket; leave alone what no rank has added to."""
-        quick = not untouched and not rows and not self._hidden and not self._in_graph
-        for flight in self._flights:
-            packet = flight.packet
-            if flight.is_consumed:
-                continue
-            packet.shelf.remember(packet.flat)
-            if not quick or not packet.is_out_of_hand:
-                self._put_back(packet, untouched)
-        for index, gradient in rows.items():
-            self._layout.parameters[index].grad = gradient
-        self.record.is_handed_out()
-        self._consume_rest(untouched)
-
-    @staticmethod
-    def _put_back(packet: Packet, untouched: frozenset[int]) -> None:
-        shelf = packet.shelf
-        views = packet.views or shelf.views(packet.flat)
-        for index, parameter, view in zip(shelf.indices, shelf.parameters, views, strict=True):
-            if index not in untouched:
-                _set_gradient(parameter, view)
-
-    def _consume_rest(self, untouched: frozenset[int]) -> None:
-        """Let the optimizer have everything that it has not had yet."""
-        if self._wiring.consumer is None:
-            return
-        rest = [i for i in self._layout.plan.members if i not in self.settled and i not in untouched]
-        self._step_on(rest, self._wiring.consumer)
-
-
-def _set_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    gradient = parameter.grad
-    if gradient is not None and gradient.requires_grad:
-        # Part of a graph (create_graph=True): the same tensor, with the agreed value.
-        gradient.data.copy_(value)
-    else:
-        parameter.grad = value
