@@ -1,7 +1,7 @@
 """Bars 11 and 12: training a small GPT on two hosts with a slow wire between them, with torch's DDP and ours.
 
 100 Mbit/s   torch DDP against our hooks: time of a step, and loss after 200 steps
-1 Gbit/s     torch's bucket sizes against smaller ones
+1 Gbit/s     torch's bucket sizes against smaller ones, with gradients that fill a bucket of 25 MB, and fewer
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,27 @@ from paceline.hooks import Hook, average, in_dtype, local_sgd, powersgd, quantiz
 
 OUT = Path("results", "bench-slow-link.json")
 SLOW, FAST = "100mbit", "1gbit"
-LENGTH, ROWS = 64, 4
+LENGTH = 64
 RATE, WARM_UP = 2e-3, 20  # the learning rate, and the steps in which it grows
 HELD_OUT = 200_000  # characters
 MANY = 10**9  # steps of a run that is only timed
 EVERY = 8  # steps between two averages of local_sgd; also what is timed in one go
 PLAIN_SHARE = 10  # one in ten steps of a run is plain before PowerSGD begins
-BUCKETS_MB = (0.125, 0.25, 0.5, 1.0)
+BUCKETS_MB = (0.25, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT, how many rows of text a rank gets in a step, and how many steps are timed in one go."""
+
+    width: int
+    layers: int
+    rows: int
+    every: int
+
+
+SMALL = Size(width=128, layers=4, rows=4, every=EVERY)
+LARGE = Size(width=256, layers=8, rows=8, every=2)  # more gradients than one bucket of torch's holds
 
 # Hooks by name, made for a run that begins with so many plain steps; the bar, and the goal of its time.
 HOOKS: dict[str, tuple[Callable[[int], Hook], int, str]] = {
@@ -63,9 +78,9 @@ HOOKS: dict[str, tuple[Callable[[int], Hook], int, str]] = {
 # ---- what is trained ----------------------------------------------------------------------------------
 
 
-def build() -> nn.Module:
+def build(size: Size = SMALL) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(vocab=256, width=128, layers=4, heads=4, length=LENGTH)
+    return GPT(vocab=256, width=size.width, layers=size.layers, heads=4, length=LENGTH)
 
 
 @functools.cache
@@ -76,7 +91,7 @@ def texts() -> tuple[torch.Tensor, torch.Tensor]:
     return text[:-HELD_OUT], text[-HELD_OUT:]
 
 
-def pieces(text: torch.Tensor, seed: int, rows: int = ROWS) -> torch.Tensor:
+def pieces(text: torch.Tensor, seed: int, rows: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - LENGTH, (rows, 1), generator=generator)
     return text[starts + torch.arange(LENGTH + 1)].long()
@@ -90,8 +105,9 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 class Training:
     """One model with its optimizer, a step at a time. Its rate grows, and is 0 again after ``steps``."""
 
-    def __init__(self, model: nn.Module, steps: int) -> None:
+    def __init__(self, model: nn.Module, steps: int, size: Size = SMALL) -> None:
         self.model = model
+        self.size = size
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
         self.done = 0
         self.steps = steps
@@ -100,25 +116,27 @@ class Training:
         fall = 0.5 * (1 + math.cos(math.pi * min(1, self.done / self.steps)))
         self.optimizer.param_groups[0]["lr"] = RATE * min((self.done + 1) / WARM_UP, fall)
         self.done += 1
-        loss_of(self.model, pieces(texts()[0], 1000 * self.done + dist.get_rank())).backward()
+        tokens = pieces(texts()[0], 1000 * self.done + dist.get_rank(), self.size.rows)
+        loss_of(self.model, tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def round(self) -> None:
-        """Train as long as local_sgd takes from one average to the next."""
-        for _ in range(EVERY):
+        """Train as long as is timed in one go: for a small one, from one average of local_sgd to the next."""
+        for _ in range(self.size.every):
             self.step()
 
 
 # ---- the variants -------------------------------------------------------------------------------------
 
 
-def torch_ddp() -> Variant:
-    return Variant("torch DDP", Training(TorchDDP(build(), gradient_as_bucket_view=True), MANY).round)
+def torch_ddp(size: Size = SMALL) -> Variant:
+    model = TorchDDP(build(size), gradient_as_bucket_view=True)
+    return Variant("torch DDP", Training(model, MANY, size).round)
 
 
-def ours(name: str, hook: Hook, **arguments: Any) -> Variant:
-    model = paceline.replicate(build(), hook=hook, **arguments)
+def ours(name: str, hook: Hook, size: Size = SMALL, **arguments: Any) -> Variant:
+    model = paceline.replicate(build(size), hook=hook, **arguments)
     reducer = paceline.replica(model).reducer
     guard.remove(reducer)
 
@@ -130,16 +148,17 @@ def ours(name: str, hook: Hook, **arguments: Any) -> Variant:
         finally:
             guard.remove(reducer)
 
-    return Variant(name, Training(model, MANY).round, guarded)
+    return Variant(name, Training(model, MANY, size).round, guarded)
 
 
 def hook_variants() -> list[Variant]:
     return [torch_ddp(), *(ours(name, make(EVERY)) for name, (make, _, _) in HOOKS.items())]
 
 
-def bucket_variants() -> list[Variant]:
-    small = [ours(f"{mb} MiB", average, bucket_mb=mb, first_bucket_mb=mb) for mb in BUCKETS_MB]
-    return [torch_ddp(), ours("25 MiB", average), *small]
+def bucket_variants(size: Size) -> list[Variant]:
+    small = [ours(f"{mb} MiB", average, size, bucket_mb=mb, first_bucket_mb=mb) for mb in BUCKETS_MB]
+    bare = Variant("alone", Training(build(size), MANY, size).round)
+    return [bare, torch_ddp(size), ours("25 MiB", average, size), *small]
 
 
 def cycles_of(variants: Callable[[], list[Variant]], seconds: float, minimum: int) -> list[Cycle]:
@@ -177,10 +196,12 @@ def start_of(steps: int) -> bool:
 # ---- the bars -----------------------------------------------------------------------------------------
 
 
-def measured(rate: str, variants: Callable[[], list[Variant]], seconds: float, minimum: int) -> Samples:
+def measured(
+    rate: str, variants: Callable[[], list[Variant]], seconds: float, minimum: int, every: int = EVERY
+) -> Samples:
     say(f"  {rate}: {seconds:.0f} s")
     samples = merge(on_two_hosts(rate, cycles_of, variants, seconds, minimum))
-    each = {name: 1e3 * samples.median(name) / EVERY for name in samples.steps}
+    each = {name: 1e3 * samples.median(name) / every for name in samples.steps}
     say(f"    {samples.kept}; ms a step: " + ", ".join(f"{name} {ms:.1f}" for name, ms in each.items()))
     return samples
 
@@ -226,16 +247,23 @@ def starts(count: int, steps: int) -> list[Row]:
 
 
 def bar_12(seconds: float, minimum: int) -> list[Row]:
-    """Compare smaller buckets with torch's sizes on 1 Gbit/s."""
-    samples = measured(FAST, bucket_variants, seconds, minimum)
+    """Compare smaller buckets with torch's sizes on 1 Gbit/s. The bar is about gradients that fill them."""
+    return [*_buckets_of(LARGE, 12, seconds, minimum), *_buckets_of(SMALL, 0, seconds, minimum)]
+
+
+def _buckets_of(size: Size, bar: int, seconds: float, minimum: int) -> list[Row]:
+    nbytes = sum(p.numel() * p.element_size() for p in build(size).parameters())
+    what = f"1 Gbit/s, {nbytes / 1e6:.1f} MB of gradients: step, torch DDP (25 MB) /"
+    samples = measured(FAST, functools.partial(bucket_variants, size), seconds, minimum, size.every)
     names = [f"{mb} MiB" for mb in BUCKETS_MB]
     best = min(names, key=samples.median)
-    tuned = f"1 Gbit/s: step, torch DDP (25 MB) / buckets of {best}, the best"
-    rows = [_ratio(12, tuned, samples, best, ">= 1.2", samples.kept)]
+    rows = [_ratio(bar, f"{what} buckets of {best}, the best", samples, best, ">= 1.2", samples.kept)]
     for name in ["25 MiB", *(name for name in names if name != best)]:
-        what = f"1 Gbit/s: step, torch DDP (25 MB) / buckets of {name}"
-        rows.append(_ratio(0, what, samples, name, ">= 1.0", samples.kept))
-    return rows
+        rows.append(_ratio(0, f"{what} buckets of {name}", samples, name, ">= 1.0", samples.kept))
+    return [
+        *rows,
+        _ratio(0, f"{what} one rank alone, which sends nothing", samples, "alone", "", samples.kept),
+    ]
 
 
 def _ratio(bar: int, what: str, samples: Samples, name: str, goal: str, note: str) -> Row:
@@ -260,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += starts(chosen.starts, steps=4) if chosen.starts else []
     if "12" in bars:
         say("==> bar 12")
-        rows += bar_12(seconds / 2, minimum)
+        rows += bar_12(seconds / 3, minimum)
     print(as_markdown(rows))
     spent = round(time.monotonic() - begin)
     write_json(rows, chosen.out, quick=chosen.quick, seconds=spent)

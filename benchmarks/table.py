@@ -16,7 +16,7 @@ from benchmarks.cycles import Estimate
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement of one bar; bar 0 is what no bar asks for. ``goal`` is written ``<= 1.03``."""
+    """One measurement of one bar; bar 0 is what no bar asks for. ``goal``, if any, is written ``<= 1.03``."""
 
     bar: int
     what: str
@@ -29,6 +29,8 @@ class Row:
     @property
     def met(self) -> str:
         """Say whether the goal is met. A miss that lies within the noise is unclear."""
+        if not self.goal:
+            return ""
         if not self.is_quiet:
             return "noisy"
         sign, number = self.goal.split()

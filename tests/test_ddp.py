@@ -34,7 +34,8 @@ def test_it_takes_torchs_arguments_in_torchs_order() -> None:
     ours, theirs = (list(inspect.signature(c.__init__).parameters) for c in (Ours, Theirs))
 
     assert ours[: len(theirs)] == theirs
-    assert ours[len(theirs) :] == ["deterministic", "check_finite", "loader_check"]  # by keyword only
+    own = ["deterministic", "check_finite", "loader_check", "stall_seconds", "timeout_seconds"]
+    assert ours[len(theirs) :] == own  # by keyword only
 
 
 @ranks(2)

@@ -529,6 +529,21 @@ def test_busy_wants_words(what: object) -> None:
 def test_odd_numbers_of_seconds_are_refused(name: str, seconds: object, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"{name} has to be "):
         paceline.replicate(nn.Linear(4, 4), **{name: seconds})
+    with pytest.raises(kind, match=f"{name} has to be "):
+        paceline.DistributedDataParallel(nn.Linear(4, 4), **{name: seconds})
+
+
+@ranks(2)
+def test_the_time_runs_out_for_a_wrapper_too(rank: int, tmp_path: Path) -> None:
+    model = paceline.DistributedDataParallel(nn.Linear(4, 4), stall_seconds=0.3, timeout_seconds=1.5)
+
+    with listening() as lines:
+        ran = run_out(rank, tmp_path, lambda: model(ones(rank)).sum().backward())
+
+    if rank == 0:
+        assert ran[0] == "finally"
+        assert "in step 0 of Linear #1 for bucket 1 of 1 (bias, weight): rank 0 is here" in ran[1]
+        assert lines[0].startswith("paceline: rank 0 has waited 0.")
 
 
 # ---- ranks that wait for each other -----------------------------------------------------------------

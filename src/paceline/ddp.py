@@ -41,7 +41,14 @@ from paceline.places import here
 from paceline.precision import Precision
 from paceline.reducer import Reducer
 from paceline.replication import Replica, comm_for
-from paceline.settings import Settings, check_deterministic, reducing_in, sparse_in
+from paceline.settings import (
+    Settings,
+    check_deterministic,
+    read_seconds,
+    read_timeout,
+    reducing_in,
+    sparse_in,
+)
 from paceline.torch_names import (
     BROADCAST_NBYTES,
     ReducerFace,
@@ -50,6 +57,7 @@ from paceline.torch_names import (
     trained,
 )
 from paceline.torch_private import take_over_optimizers
+from paceline.waiting import STALL_SECONDS
 from paceline.wiring import Joining
 
 WHEN_ASKED: frozenset[Policy] = frozenset({"before_saving"})
@@ -85,6 +93,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         deterministic: bool = False,
         check_finite: bool | Mode = False,
         loader_check: bool = True,
+        stall_seconds: float = STALL_SECONDS,
+        timeout_seconds: float | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -122,6 +132,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 deterministic=deterministic,
                 check_finite=read_mode(check_finite),
                 loader_check=loader_check,
+                stall_seconds=read_seconds("stall_seconds", stall_seconds),
+                timeout_seconds=read_timeout(timeout_seconds),
                 precision=precision,
                 take_state=init_sync,
                 buffers=Policies.of("before_saving"),  # or whenever this wrapper asks
