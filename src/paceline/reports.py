@@ -21,7 +21,8 @@ from typing import Any
 
 BEAT_SECONDS = 0.5  # how often a rank reports
 SILENT_SECONDS = 2.0  # a rank that has reported nothing for so long does not answer
-STORE_SECONDS = 2.0  # how often a report goes into a store
+STORE_SECONDS = 2.0  # how often a report goes into a store, at least
+FEW = 8  # ranks that may put theirs there at every beat while they wait
 TEXT_LIMIT = 300  # characters of one field
 
 _HEAD = struct.Struct("!II")
@@ -149,14 +150,15 @@ class StoreReports(Reports):
 
     silent_seconds = SILENT_SECONDS + 2 * STORE_SECONDS  # on its way in, and out again
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str = "") -> None:
         self._store = store
+        self._name = f"paceline/report/{name}"
         self._rank = rank
         self._size = size
         self._latest: Report | None = None
         self._seen: dict[int, Report] = {}
         self._written: dict[int, float] = {}  # when, by the clock of the other rank
-        self._next = 0.0
+        self._last = -STORE_SECONDS
         self._wanted_until = 0.0
 
     def now(self) -> float:
@@ -171,14 +173,20 @@ class StoreReports(Reports):
 
     def beat(self) -> None:
         now = time.monotonic()
-        if now < self._next or self._latest is None:
+        if now < self._last + self._pause(now) or self._latest is None:
             return
-        self._next = now + STORE_SECONDS
+        self._last = now
         self._store.set(self._key(self._rank), self._latest.pack())
         if now < self._wanted_until:
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([self._key(rank)]):
                     self._take(rank, Report.unpack(self._store.get(self._key(rank))))
+
+    def _pause(self, now: float) -> float:
+        """Return how long to leave the store alone. Few ranks that wait may look at each other often."""
+        if now >= self._wanted_until:
+            return STORE_SECONDS
+        return min(STORE_SECONDS, BEAT_SECONDS * (self._size / FEW) ** 2)  # every pair is a request
 
     def _take(self, rank: int, report: Report) -> None:
         if report.at != self._written.get(rank):
@@ -186,4 +194,4 @@ class StoreReports(Reports):
             self._seen[rank] = replace(report, at=self.now())
 
     def _key(self, rank: int) -> str:
-        return f"paceline/report/{rank}"
+        return f"{self._name}{rank}"
