@@ -473,6 +473,7 @@ def test_what_a_rank_has_sent_before_it_ended_is_still_heard(
             control.post(b"t", b"x")
         assert control.collect(b"t", 30) == [b"x", b"x", b"goodbye"]
         with pytest.raises(PeerLost, match="rank 2 is gone"):
+            control.post(b"another", b"")
             control.collect(b"another", 30)
 
 
@@ -492,6 +493,7 @@ def test_a_worker_that_outlives_its_rank_does_not_hide_that_the_rank_has_ended(
         os.waitpid(worker, 0)
     else:
         with pytest.raises(PeerLost, match="rank 1 is gone"):
+            control.post(b"t", b"")
             control.collect(b"t", 30)
         dist.barrier()
 
@@ -624,7 +626,7 @@ def test_if_one_rank_cannot_be_reached_all_use_the_group(
         control = control_over(GroupComm(dist.group.WORLD))
 
     assert isinstance(control, GroupControl)
-    assert len(links._links) == 0
+    assert [link for link in links._links if link._handle >= 0] == []
     control.post(b"t", bytes([rank]))
     assert control.collect(b"t", 20) == [b"\0", b"\1", b"\2"]
     told = {
