@@ -81,7 +81,7 @@ class Reporter:
             self.report()
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.is_set():
             with self._lock:
                 if not self._desks:
                     self._thread = None
@@ -89,6 +89,7 @@ class Reporter:
             with contextlib.suppress(Exception):  # a store that is gone, a stack that changes: the next beat
                 self.report()
                 self._beat()
+            self._stop.wait(BEAT_SECONDS)
 
     def _beat(self) -> None:
         for desk in list(self._desks):
