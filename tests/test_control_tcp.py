@@ -225,13 +225,18 @@ def party(size: int, keys: Sequence[bytes] = ()) -> Iterator[Party]:
                 link.close()
 
 
+def say(link: Link, message: bytes) -> None:
+    link.put(framed(message))
+    assert link.flush()
+
+
 def assert_wired(made: Party) -> None:
     made.join()
     assert made.errors == {}
     size = len(made.doors)
     for rank in range(size):
         for peer, link in made.links[rank].items():
-            link.send(framed(b"%d to %d" % (rank, peer)))
+            say(link, b"%d to %d" % (rank, peer))
     for rank in range(size):
         assert made.links[rank].keys() == set(range(size)) - {rank}
         for peer, link in made.links[rank].items():
@@ -315,6 +320,17 @@ def test_a_rank_that_nobody_answers_gives_up_in_time_and_leaves_nothing_open() -
         assert open_files() == before
 
 
+def test_an_address_of_a_kind_that_this_machine_has_not_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(address: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(switchboard, "_socket_to", refuse)
+    with pytest.raises(Unreached, match="at fd00::3 port 5 .Address family not supported by protocol"):
+        Switchboard(1, [], [["fd00::3", 5], []], KEY).connect(5.0)
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -374,11 +390,11 @@ def test_who_is_interrupted_between_a_write_and_the_note_of_it_closes_the_link(
 
         monkeypatch.setattr(os, "write", write)
         with pytest.raises(KeyboardInterrupt):
-            link.send(framed(b"hello"))
+            say(link, b"hello")
         monkeypatch.undo()
 
         with pytest.raises(OSError):
-            link.send(framed(b"never after a torn one"))
+            say(link, b"never after a torn one")
         assert peer.recv(100) == framed(b"hello")[:2]
         assert peer.recv(100) == b""
 

@@ -104,7 +104,7 @@ def _routes_and_names(meeting_point: str | None) -> Iterator[str]:
 def _look_up(host: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
     try:
         return socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
-    except OSError:
+    except (OSError, UnicodeError):
         return []
 
 

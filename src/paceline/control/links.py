@@ -52,10 +52,9 @@ class Link:
     def __del__(self) -> None:
         self.close()
 
-    def send(self, frame: bytes) -> bool:
-        """Send a framed message, as far as there is room for it; tell whether all of it is out."""
+    def put(self, frame: bytes) -> None:
+        """Have a framed message sent by ``flush()``, now or later."""
         self._out.append(memoryview(frame))
-        return self.flush()
 
     def flush(self) -> bool:
         """Send what is left, as far as there is room for it; tell whether all of it is out."""

@@ -184,9 +184,11 @@ class SocketControl(Control):
         frame = framed(message)
         crowded: set[int] = set()
         lost: list[PeerLost] = []
+        for link in self._links.values():
+            link.put(frame)  # before any is out: who is interrupted now sends it to all the next time
         for peer, link in self._links.items():
             try:
-                if not link.send(frame):
+                if not link.flush():
                     crowded.add(peer)
             except OSError as error:
                 lost.append(gone(peer, error))

@@ -20,7 +20,7 @@ from paceline.control.tcp import keep_watch
 
 Address = str | Sequence[str | int]  # a local socket's name, or a host's address and a port
 
-CALLER_SECONDS = 3.0  # what somebody who calls gets to prove who it is
+CALLER_SECONDS = 5.0  # what somebody who calls gets to prove who it is
 MOST_CALLERS = 64  # half open at once; the oldest gives way to one more
 MOST_TRIES = 3  # calls of one rank
 PAUSE_SECONDS = 0.2  # between two of them
@@ -162,7 +162,10 @@ class Switchboard:
         for peer in [peer for peer, at in self._due.items() if at <= now]:
             del self._due[peer]
             self._tries[peer] += 1
-            wire, where = _socket_to(self._addresses[peer])
+            try:
+                wire, where = _socket_to(self._addresses[peer])
+            except OSError as error:  # IPv6 is switched off here, say
+                raise Unreached([self._about(peer, error.strerror)]) from None
             self._calls[peer] = HalfOpen(wire, call(self._key, self._rank, peer), deadline)
             try:
                 wire.connect(where)
