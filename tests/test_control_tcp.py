@@ -364,6 +364,33 @@ def test_messages_come_whole_however_they_are_cut() -> None:
             link.receive()
 
 
+def test_the_last_words_of_a_peer_are_read_although_nothing_can_be_sent_to_it() -> None:
+    with a_link() as (link, peer):
+        peer.sendall(framed(b"goodbye"))
+        peer.close()
+
+        say(link, b"this goes nowhere")
+
+        assert link.receive() == b"goodbye"
+        with pytest.raises((OSError, EOFError)):
+            link.receive()
+
+
+def test_the_reason_why_a_link_has_ended_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_link() as (link, peer):
+
+        def read(number: int, count: int) -> bytes:
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+        monkeypatch.setattr(os, "read", read)
+        with pytest.raises(TimeoutError):
+            link.receive()
+        monkeypatch.undo()
+        peer.close()
+        with pytest.raises(TimeoutError):  # the kernel says so only once
+            link.receive()
+
+
 def test_a_length_that_no_message_has_ends_the_link_before_anything_is_allocated() -> None:
     with a_link() as (link, peer):
         peer.sendall(struct.pack("!I", MOST_NBYTES + 1))
@@ -393,8 +420,9 @@ def test_who_is_interrupted_between_a_write_and_the_note_of_it_closes_the_link(
             say(link, b"hello")
         monkeypatch.undo()
 
+        say(link, b"never after a torn one")
         with pytest.raises(OSError):
-            say(link, b"never after a torn one")
+            link.receive()
         assert peer.recv(100) == framed(b"hello")[:2]
         assert peer.recv(100) == b""
 

@@ -35,6 +35,7 @@ class Link:
         self._handle = wire.detach()
         self._in = bytearray()
         self._out: deque[memoryview] = deque()
+        self._end: OSError | None = None  # the first trouble, of which the kernel speaks only once
         _links.add(self)
 
     def fileno(self) -> int:
@@ -57,7 +58,11 @@ class Link:
         self._out.append(memoryview(frame))
 
     def flush(self) -> bool:
-        """Send what is left, as far as there is room for it; tell whether all of it is out."""
+        """Send what is left, as far as there is room for it; tell whether none is left.
+
+        What goes to a peer that has ended is dropped: its own last words are still there to be read, and
+        reading shows the end.
+        """
         out = self._out
         try:
             while out:
@@ -68,6 +73,9 @@ class Link:
                     out.popleft()
         except BlockingIOError:
             return False
+        except OSError as error:
+            self._end = self._end or error
+            out.clear()
         except BaseException:
             self.close()
             raise
@@ -87,11 +95,14 @@ class Link:
             self._in += chunk
         except BlockingIOError:
             return False
+        except OSError as error:
+            self._end = self._end or error
+            raise self._end from None
         except BaseException:
             self.close()
             raise
         if not chunk:
-            raise EOFError
+            raise self._end or EOFError
         return True
 
     def _cut(self) -> bytes | None:

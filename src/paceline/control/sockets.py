@@ -182,34 +182,15 @@ class SocketControl(Control):
 
     def _send(self, message: bytes) -> None:
         frame = framed(message)
-        crowded: set[int] = set()
-        lost: list[PeerLost] = []
         for link in self._links.values():
             link.put(frame)  # before any is out: who is interrupted now sends it to all the next time
-        for peer, link in self._links.items():
-            try:
-                if not link.flush():
-                    crowded.add(peer)
-            except OSError as error:
-                lost.append(gone(peer, error))
-        if crowded:
-            self._send_the_rest(crowded, lost)
-        if lost:
-            raise lost[0]
-
-    def _send_the_rest(self, crowded: set[int], lost: list[PeerLost]) -> None:
-        """Send the rest of a frame; note the ranks that end before they have it."""
+        crowded = {peer for peer, link in self._links.items() if not link.flush()}
         until = time.monotonic() + ROOM_SECONDS
         while crowded:
             self._take_in(LOOK_SECONDS, crowded)
-            for peer in list(crowded):
-                try:
-                    self._check_lives(peer)
-                    if self._links[peer].flush():
-                        crowded.remove(peer)
-                except (OSError, PeerLost) as error:
-                    crowded.remove(peer)
-                    lost.append(error if isinstance(error, PeerLost) else gone(peer, error))
+            for peer in crowded:
+                self._check_lives(peer)
+            crowded = {peer for peer in crowded if not self._links[peer].flush()}
             if crowded and time.monotonic() > until:
                 raise stuck(min(crowded), "what it is sent")
 
