@@ -158,7 +158,8 @@ class StoreReports(Reports):
         self._latest: Report | None = None
         self._seen: dict[int, Report] = {}
         self._written: dict[int, float] = {}  # when, by the clock of the other rank
-        self._last = -STORE_SECONDS
+        self._last = -STORE_SECONDS  # when this rank's report was put there, and how busy it was
+        self._busy = ""
         self._wanted_until = 0.0
 
     def now(self) -> float:
@@ -172,11 +173,12 @@ class StoreReports(Reports):
         return dict(self._seen)
 
     def beat(self) -> None:
-        now = time.monotonic()
-        if now < self._last + self._pause(now) or self._latest is None:
+        now, report = time.monotonic(), self._latest
+        # Whether a rank is busy stops the clock of the others, so they hear of it at once.
+        if report is None or (now < self._last + self._pause(now) and report.busy == self._busy):
             return
-        self._last = now
-        self._store.set(self._key(self._rank), self._latest.pack())
+        self._last, self._busy = now, report.busy
+        self._store.set(self._key(self._rank), report.pack())
         if now < self._wanted_until:
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([self._key(rank)]):
