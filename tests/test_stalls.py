@@ -629,8 +629,19 @@ def test_ranks_that_have_sent_what_is_waited_for_are_no_deadlock() -> None:
     assert deadlock([stuck[0], wait_at("b", [0], 2, [3, 2], is_sure=False)]) is None
 
     canary = Canary()
-    assert [canary.look(stuck), canary.look(stuck)] == [False, True]
-    assert not canary.look([wait_at("c", [1], 4, [4, 3]), wait_at("b", [0], 3, [4, 3])])
+    assert [canary.look(stuck, {1: 0.5}), canary.look(stuck, {1: 1.0})] == [False, True]
+    assert not canary.look([wait_at("c", [1], 4, [4, 3]), wait_at("b", [0], 3, [4, 3])], {1: 1.5})
+
+
+def test_an_old_report_makes_no_deadlock() -> None:
+    other = wait_at("b", [0], 2, [3, 2, 2])
+    stuck, canary = [wait_at("a", [1, 2], 3, [3, 2, 2]), other, other], Canary()
+
+    # Rank 2 may have been interrupted since: it has to say again that it waits, as rank 1 does.
+    assert not canary.look(stuck, {1: 0.5, 2: 0.5})
+    assert not canary.look(stuck, {1: 1.0, 2: 0.5})
+    assert not canary.look(stuck, {1: 1.5, 2: 0.5})
+    assert canary.look(stuck, {1: 1.5, 2: 2.0})
 
 
 def test_ranks_that_have_sent_different_buckets_cannot_go_on() -> None:

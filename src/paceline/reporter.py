@@ -55,10 +55,10 @@ class Reporter:
         trainer.prepares()
         with self._lock:
             self._desks.add(desk)
+            self.report()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="paceline-reporter", daemon=True)
                 self._thread.start()
-        self.report()
 
     def report(self) -> None:
         """Tell every group what this process is doing at this moment."""
@@ -81,14 +81,17 @@ class Reporter:
             self.report()
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
+        while True:
             with self._lock:
                 if not self._desks:
                     self._thread = None
                     return
-            with contextlib.suppress(Exception):  # a store that is gone, a stack that changes: the next beat
-                self.report()
+            with contextlib.suppress(Exception):  # a store that is gone: the next beat
                 self._beat()
+            if self._stop.wait(BEAT_SECONDS):
+                return
+            with contextlib.suppress(Exception):  # a stack that changes
+                self.report()
 
     def _beat(self) -> None:
         for desk in list(self._desks):

@@ -21,7 +21,8 @@ from typing import Any
 
 BEAT_SECONDS = 0.5  # how often a rank reports
 SILENT_SECONDS = 2.0  # a rank that has reported nothing for so long does not answer
-STORE_SECONDS = 2.0  # how often a report goes into a store
+STORE_SECONDS = 2.0  # how often a report goes into a store, at least
+FEW = 8  # ranks that may put theirs there at every beat while they wait
 TEXT_LIMIT = 300  # characters of one field
 
 _HEAD = struct.Struct("!II")
@@ -149,14 +150,16 @@ class StoreReports(Reports):
 
     silent_seconds = SILENT_SECONDS + 2 * STORE_SECONDS  # on its way in, and out again
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str = "") -> None:
         self._store = store
+        self._name = f"paceline/report/{name}"
         self._rank = rank
         self._size = size
         self._latest: Report | None = None
         self._seen: dict[int, Report] = {}
         self._written: dict[int, float] = {}  # when, by the clock of the other rank
-        self._next = 0.0
+        self._last = -STORE_SECONDS  # when this rank's report was put there, and how busy it was
+        self._busy = ""
         self._wanted_until = 0.0
 
     def now(self) -> float:
@@ -170,15 +173,22 @@ class StoreReports(Reports):
         return dict(self._seen)
 
     def beat(self) -> None:
-        now = time.monotonic()
-        if now < self._next or self._latest is None:
+        now, report = time.monotonic(), self._latest
+        # Whether a rank is busy stops the clock of the others, so they hear of it at once.
+        if report is None or (now < self._last + self._pause(now) and report.busy == self._busy):
             return
-        self._next = now + STORE_SECONDS
-        self._store.set(self._key(self._rank), self._latest.pack())
+        self._last, self._busy = now, report.busy
+        self._store.set(self._key(self._rank), report.pack())
         if now < self._wanted_until:
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([self._key(rank)]):
                     self._take(rank, Report.unpack(self._store.get(self._key(rank))))
+
+    def _pause(self, now: float) -> float:
+        """Return how long to leave the store alone. Few ranks that wait may look at each other often."""
+        if now >= self._wanted_until:
+            return STORE_SECONDS
+        return min(STORE_SECONDS, BEAT_SECONDS * (self._size / FEW) ** 2)  # every pair is a request
 
     def _take(self, rank: int, report: Report) -> None:
         if report.at != self._written.get(rank):
@@ -186,4 +196,4 @@ class StoreReports(Reports):
             self._seen[rank] = replace(report, at=self.now())
 
     def _key(self, rank: int) -> str:
-        return f"paceline/report/{rank}"
+        return f"{self._name}{rank}"

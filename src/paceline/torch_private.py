@@ -302,6 +302,15 @@ def store_of(group: Any) -> Any:
     return None
 
 
+def host_of(store: Any) -> str | None:
+    """Return the host at which the ranks of a store have met, if it has one."""
+    while store is not None:
+        if host := getattr(store, "host", None):
+            return str(host)
+        store = getattr(store, "underlying_store", None)
+    return None
+
+
 def current_task() -> int:
     """Return the number of the backward that this thread works for; -1 outside of one."""
     return int(torch._C._current_graph_task_id())

@@ -10,15 +10,23 @@ from paceline.reports import Wait
 
 
 class Canary:
-    """Looks at all ranks' waits, and tells when they are the same deadlock twice in a row."""
+    """Looks at all ranks' waits, and tells when every rank has reported the same deadlock anew."""
 
     def __init__(self) -> None:
-        self._last: Sequence[Wait] | None = None
+        self._found: Sequence[Wait] | None = None
+        self._since: Mapping[int, float] = {}
 
-    def look(self, waits: Sequence[Wait | None]) -> bool:
-        """Tell whether no rank can go on. ``waits`` are by rank."""
-        before, self._last = self._last, deadlock(waits)
-        return self._last is not None and self._last == before
+    def look(self, waits: Sequence[Wait | None], times: Mapping[int, float]) -> bool:
+        """Tell whether no rank can go on. ``waits`` are by rank; ``times`` say when the others reported them.
+
+        A report may be old. Who has reported the same wait before and after one moment was in it then, and
+        has not been interrupted, or run out of time, unseen.
+        """
+        found = deadlock(waits)
+        if found is None or found != self._found:
+            self._found, self._since = found, times
+            return False
+        return all(times[rank] > since for rank, since in self._since.items())
 
 
 def deadlock(waits: Sequence[Wait | None]) -> Sequence[Wait] | None:

@@ -3,15 +3,16 @@
 import os
 import socket
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import TypeVar
+
+from paceline.control.links import Link
+
+SECONDS = 60.0  # for a file to come
 
 T = TypeVar("T")
 
 
-def exchange_files(
-    links: dict[int, Connection], name: str, view: Callable[[int], T]
-) -> tuple[T, dict[int, T]]:
+def exchange_files(links: dict[int, Link], name: str, view: Callable[[int], T]) -> tuple[T, dict[int, T]]:
     """Return a view of this rank's file and of each peer's. Nothing is left in the file system."""
     file = os.memfd_create(name)
     try:
@@ -24,7 +25,7 @@ def exchange_files(
     return mine, {peer: _receive(link, view) for peer, link in links.items()}
 
 
-def _receive(link: Connection, view: Callable[[int], T]) -> T:
+def _receive(link: Link, view: Callable[[int], T]) -> T:
     with _socket_of(link) as wire:
         _, files, _, _ = socket.recv_fds(wire, 1, 1)
     try:
@@ -33,5 +34,7 @@ def _receive(link: Connection, view: Callable[[int], T]) -> T:
         os.close(files[0])
 
 
-def _socket_of(link: Connection) -> socket.socket:
-    return socket.socket(fileno=os.dup(link.fileno()))
+def _socket_of(link: Link) -> socket.socket:
+    wire = socket.socket(fileno=os.dup(link.fileno()))
+    wire.settimeout(SECONDS)
+    return wire

@@ -1,4 +1,4 @@
-"""Frames as byte tensors over a group that moves CPU tensors: for ranks on several machines."""
+"""Frames as byte tensors over a group that moves CPU tensors, for ranks that are not wired to each other."""
 
 import struct
 from collections import deque
@@ -11,24 +11,23 @@ import torch
 from paceline.abandoned import keep
 from paceline.comm import GroupComm, cpu_group_like, wait_with
 from paceline.control.base import Control, Topic, pack, unpack
+from paceline.control.desks import desk_in_store
 from paceline.errors import PeerLost, PeerTimeout, RanksDisagree
-from paceline.reporter import Desk
-from paceline.reports import Report, StoreReports, Wait
-from paceline.torch_private import store_of
+from paceline.reports import Report, Wait
 from paceline.waiting import STALL_SECONDS, Patience, Waiter, Waiting
 
 SMALL = 240  # bytes that travel in the first round
 
 
 class GroupControl(Control):
-    """Frames as byte tensors over a group that moves CPU tensors, for ranks on several machines."""
+    """Frames as byte tensors over a group that moves CPU tensors."""
 
     def __init__(self, comm: GroupComm) -> None:
         super().__init__()
         self._group = cpu_group_like(comm.group)
         self._comm = GroupComm(self._group)
         self._posted: dict[Topic, deque[tuple[bytes, list[torch.Tensor], Any]]] = {}
-        self.desk = _desk_in_store(self._comm)
+        self.desk = desk_in_store(self._comm)
 
     def post(self, topic: Topic, frame: bytes) -> None:
         frame = pack(topic, frame)
@@ -80,14 +79,3 @@ class GroupControl(Control):
         waits = {rank: report.wait for rank, report in reports.items()}
         others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
         return [rank for rank in others if (wait := waits.get(rank)) is None or wait.topic != topic]
-
-
-def _desk_in_store(comm: GroupComm) -> Desk | None:
-    store = store_of(comm.group)
-    if store is None:
-        return None
-    try:
-        store = store.clone()  # a connection of its own: others may wait on the first one for minutes
-    except (AttributeError, RuntimeError):
-        return None
-    return Desk(StoreReports(store, comm.rank, comm.size))

@@ -22,12 +22,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 
 from paceline.control.base import unpack
 from paceline.control.files import exchange_files
-from paceline.control.sockets import SocketControl, gone
-from paceline.errors import PeerTimeout
+from paceline.control.links import Link
+from paceline.control.sockets import ROOM_SECONDS, SocketControl, gone, stuck
 
 SLOTS = 64
 SLOT_NBYTES = 2048
@@ -36,7 +35,6 @@ _ENTRY = struct.Struct("!I?")
 PART_NBYTES = SLOT_NBYTES - _ENTRY.size
 SPIN_SECONDS = 30e-6
 NAP_MILLISECONDS = 2  # a rank may write in the very moment in which this one lies down, and not wake it
-ROOM_SECONDS = 1800.0  # how long a rank may leave 64 frames unread
 
 
 class Mailbox:
@@ -89,7 +87,7 @@ class Mailbox:
 class MailboxControl(SocketControl):
     """Frames in shared memory, with the sockets to see who lives."""
 
-    def __init__(self, rank: int, links: dict[int, Connection]) -> None:
+    def __init__(self, rank: int, links: dict[int, Link]) -> None:
         super().__init__(rank, links)
         size = len(links) + 1
         self._mine, self._boxes = exchange_files(links, "paceline-control", partial(Mailbox, size=size))
@@ -121,11 +119,7 @@ class MailboxControl(SocketControl):
         try:
             self._wait(peer, has_room, now, now + ROOM_SECONDS)
         except TimeoutError:
-            raise PeerTimeout(
-                f"rank {peer} has left {SLOTS} frames unread for {ROOM_SECONDS:g} s. It is stuck; look at "
-                "what that rank is doing.",
-                peer,
-            ) from None
+            raise stuck(peer, f"{SLOTS} frames") from None
 
     def _has_room(self, box: Mailbox, number: int) -> bool:
         if number - box.has_read(self._rank) < SLOTS:
@@ -193,19 +187,19 @@ class MailboxControl(SocketControl):
             self._mine.sleeps = False
 
 
-def _wake(link: Connection) -> None:
+def _wake(link: Link) -> None:
     """Send a byte, if there is room: who has not read the last one is awake."""
     with _borrowed(link) as wire, contextlib.suppress(OSError):
         wire.send(b"!", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-def _read(link: Connection) -> None:
+def _read(link: Link) -> None:
     with _borrowed(link) as wire, contextlib.suppress(OSError):
         wire.recv(4096, socket.MSG_DONTWAIT)
 
 
 @contextlib.contextmanager
-def _borrowed(link: Connection) -> Iterator[socket.socket]:
+def _borrowed(link: Link) -> Iterator[socket.socket]:
     """Use a link as the socket that it is, and leave it open."""
     wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, link.fileno())
     try:
@@ -219,7 +213,7 @@ def mailboxes_work_here() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
-def _hangup_poller(link: Connection, also: int = 0) -> "select.poll":
+def _hangup_poller(link: Link, also: int = 0) -> "select.poll":
     poller = select.poll()
     poller.register(link.fileno(), select.POLLRDHUP | also)
     return poller

@@ -1,44 +1,42 @@
-"""Every rank of a machine wired to every other by a local stream socket.
+"""Frames over stream sockets: every rank is wired to every other.
 
-The sockets are in Linux's abstract name space: nothing listens on a network, and no file is left behind. A
-caller has to know the key that the ranks have shared over the group.
+Who waits, be it for a frame or for room to send one, takes in what comes from anybody meanwhile. So two ranks
+that send each other more than the kernel holds do not wait for each other.
 """
 
-import hmac
-import os
-import secrets
+import errno
 import select
-import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Collection, Sequence
 
 from paceline.activity import trainer
 from paceline.control.base import Control, Topic, pack, unpack
+from paceline.control.links import Link, framed
 from paceline.control.vigil import Vigil
-from paceline.errors import PeerLost, RanksDisagree
+from paceline.errors import PeerLost, PeerTimeout, RanksDisagree
 from paceline.reports import Wait
 from paceline.waiting import LOOK_SECONDS, STALL_SECONDS, Patience, Waiter
 
-SETUP_SECONDS = 60.0
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+ROOM_SECONDS = 1800.0  # how long a rank may leave unread what it is sent
 GIVEN_UP: Topic = b"\0given up"  # no replica has such a name
 _GIVEN_UP = struct.Struct("!Q?")
 
 
 class SocketControl(Control):
-    """Every rank wired to every other by a local stream socket."""
+    """Every rank of one machine wired to every other."""
 
     posts_alone = True
     is_local = True
 
-    def __init__(self, rank: int, links: dict[int, Connection]) -> None:
+    def __init__(self, rank: int, links: dict[int, Link]) -> None:
         super().__init__()
         self._rank = rank
         self._links = links
         self._inbox: dict[Topic, Sequence[deque[bytes]]] = {}  # what has come, by rank
-        self._pollers = {peer: _poller(link) for peer, link in links.items()}
+        self._open = {link.fileno(): peer for peer, link in links.items()}  # ranks that have not ended
         self._heard = [0] * (len(links) + 1)  # frames of each rank, this one included, in this epoch
         self._waits = 0
         self._behind: set[int] = set()  # ranks whose frames are still of the last epoch
@@ -60,15 +58,12 @@ class SocketControl(Control):
 
     def _drain(self, rank: int, box: deque[bytes]) -> bool:
         """Take in what a rank has sent, without waiting; tell whether that ends the waiting for a frame."""
-        while not box and self._has_sent(rank):
-            try:
-                self._keep(rank, *unpack(self._receive(rank, 0.0, 0.0)))
-            except PeerLost:
-                return True
+        try:
+            while not box and (message := self._next_message(rank)) is not None:
+                self._keep(rank, *unpack(message))
+        except PeerLost:
+            return True
         return bool(box)
-
-    def _has_sent(self, rank: int) -> bool:
-        return bool(self._pollers[rank].poll(0))
 
     def _boxes_of(self, topic: Topic) -> Sequence[deque[bytes]]:
         boxes = self._inbox.get(topic)
@@ -126,7 +121,7 @@ class SocketControl(Control):
         return found
 
     def _check_lives(self, rank: int) -> None:
-        """Raise PeerLost if a rank has ended. With sockets, reading shows it."""
+        """Raise PeerLost if a rank has ended. With local sockets, reading shows it."""
 
     # ---- exchanges that cannot end ---------------------------------------------------------------
 
@@ -183,21 +178,56 @@ class SocketControl(Control):
             self._send(self._parting)
             raise refusal
 
+    # ---- what goes over the wires ----------------------------------------------------------------
+
     def _send(self, message: bytes) -> None:
-        dead = [peer for peer, link in self._links.items() if not _sent(link, message)]
-        if dead:
-            raise gone(dead[0])
+        frame = framed(message)
+        for link in self._links.values():
+            link.put(frame)  # before any is out: who is interrupted now sends it to all the next time
+        crowded = {peer for peer, link in self._links.items() if not link.flush()}
+        until = time.monotonic() + ROOM_SECONDS
+        while crowded:
+            self._take_in(LOOK_SECONDS, crowded)
+            for peer in crowded:
+                self._check_lives(peer)
+            crowded = {peer for peer in crowded if not self._links[peer].flush()}
+            if crowded and time.monotonic() > until:
+                raise stuck(min(crowded), "what it is sent")
+
+    def _next_message(self, rank: int) -> bytes | None:
+        """Return the next message of a rank if it has come; raise PeerLost if none can come any more."""
+        try:
+            return self._links[rank].receive()
+        except (EOFError, OSError) as error:
+            raise gone(rank, error) from error
 
     def _receive(self, rank: int, began: float, until: float) -> bytes:
         """Return the next message of a rank, or raise TimeoutError or PeerLost. ``began``: for how long it
         has been waited for.
         """
-        if not self._pollers[rank].poll(max(0.0, until - time.monotonic()) * 1000):
-            raise TimeoutError
-        try:
-            return self._links[rank].recv_bytes()
-        except (EOFError, OSError) as error:
-            raise gone(rank) from error
+        while (message := self._next_message(rank)) is None:
+            left = until - time.monotonic()
+            # Who has ended may be another one that is waited for: that is worth a look at once.
+            if left <= 0 or not self._take_in(left):
+                raise TimeoutError
+        return message
+
+    def _take_in(self, seconds: float, crowded: Collection[int] = ()) -> bool:
+        """Wait until something comes, from whomever, or there is room on the way to a crowded rank.
+
+        Tells whether anything has happened, and nobody has ended.
+        """
+        poller = select.poll()
+        for number, rank in self._open.items():
+            poller.register(number, select.POLLIN | (select.POLLOUT if rank in crowded else 0))
+        ready = [number for number, _ in poller.poll(seconds * 1000)]
+        ended = []
+        for number in ready:
+            try:
+                self._links[self._open[number]].fill()
+            except (EOFError, OSError):  # reading on shows it again
+                ended.append(self._open.pop(number))
+        return bool(ready) and not ended
 
     def _keep(self, rank: int, topic: Topic, frame: bytes) -> None:
         if topic == GIVEN_UP:
@@ -207,78 +237,25 @@ class SocketControl(Control):
             self._boxes_of(topic)[rank].append(frame)
 
 
-def this_host() -> str:
-    """Name what two processes have to share to reach each other by an abstract socket."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
-
-
-def listen(backlog: int) -> socket.socket:
-    """Open this rank's door."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("\0paceline-" + secrets.token_hex(16))
-    listener.listen(backlog)
-    return listener
-
-
-def call(address: str, key: bytes, rank: int) -> Connection:
-    """Knock at another rank's door, and say who calls."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    link.settimeout(SETUP_SECONDS)
-    link.connect("\0" + address)
-    link.setblocking(True)
-    connection = Connection(link.detach())
-    connection.send_bytes(_pass(key, rank) + struct.pack("!I", rank))
-    return connection
-
-
-def answer(listener: socket.socket, key: bytes, deadline: float) -> dict[int, Connection]:
-    """Take one caller in. A stranger, who cannot name the key, is sent away."""
-    listener.settimeout(max(0.01, deadline - time.monotonic()))
-    try:
-        link, _ = listener.accept()
-    except TimeoutError:
-        raise PeerLost(
-            f"a rank did not connect within {SETUP_SECONDS:g} s; look for the one that failed"
-        ) from None
-    connection = Connection(link.detach())
-    try:
-        if not connection.poll(SETUP_SECONDS):
-            raise EOFError
-        hello = connection.recv_bytes(64)
-        (rank,) = struct.unpack("!I", hello[32:])
-    except (EOFError, OSError, struct.error):
-        connection.close()
-        return {}
-    if not hmac.compare_digest(hello[:32], _pass(key, rank)):
-        connection.close()
-        return {}
-    return {rank: connection}
-
-
-def _pass(key: bytes, rank: int) -> bytes:
-    return hmac.digest(key, struct.pack("!I", rank), "sha256")
-
-
-def _poller(link: Connection) -> "select.poll":
-    poller = select.poll()
-    poller.register(link.fileno(), select.POLLIN)
-    return poller
-
-
-def _sent(link: Connection, message: bytes) -> bool:
-    try:
-        link.send_bytes(message)
-    except OSError:
-        return False
-    return True
-
-
-def gone(rank: int) -> PeerLost:
+def gone(rank: int, error: Exception | None = None) -> PeerLost:
     """Say that a rank has ended."""
+    if isinstance(error, OSError) and error.errno in UNREACHABLE:
+        return PeerLost(
+            f"rank {rank} is gone: its machine does not answer any more ({error.strerror}). The machine is "
+            "down, or the network to it is.",
+            rank,
+        )
     return PeerLost(
         f"rank {rank} is gone: it closed its connection. Its process has ended, or it left the world "
         "early; its own last message says why.",
+        rank,
+    )
+
+
+def stuck(rank: int, what: str) -> PeerTimeout:
+    """Say that a rank reads nothing."""
+    return PeerTimeout(
+        f"rank {rank} has left {what} unread for {ROOM_SECONDS:g} s. It is stuck; look at what that rank is "
+        "doing.",
         rank,
     )

@@ -66,7 +66,7 @@ class Vigil:
     def _give_up_if_stuck(self, mine: Wait, reports: Mapping[int, Report]) -> None:
         others = {rank: report.wait for rank, report in reports.items()}
         waits = waits_of(self._size, self._rank, mine, others)
-        if self._canary.look(waits):
+        if self._canary.look(waits, {rank: report.at for rank, report in reports.items()}):
             known = [wait for wait in waits if wait is not None]
             self._control.give_up(describe(known), ends=not is_sound(known))
 
