@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import paceline
 from paceline import DistributedDataParallel as Ours
@@ -28,6 +29,25 @@ def net() -> nn.Module:
 
 def share(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(2)[rank]
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_static", [False, True])
+def test_optimizers_inside_hooks_begin_when_they_do_with_torchs_class(rank: int, is_static: bool) -> None:
+    seen = []
+    for kind in (Ours, Theirs):
+        model, begun = kind(net(), static_graph=is_static), []
+
+        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            begun.append(model._has_rebuilt_buckets)  # noqa: B023 - run in this turn
+            return allreduce_hook(None, bucket)
+
+        model.register_comm_hook(None, hook)
+        for _ in range(4):
+            model(share(rank)).sum().backward()
+        seen.append(begun)
+
+    assert seen[0] == seen[1]
 
 
 def test_it_takes_torchs_arguments_in_torchs_order() -> None:

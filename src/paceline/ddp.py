@@ -571,8 +571,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the plan follows the order in which gradients were seen to arrive."""
-        return self._engine is not None and self._engine.is_plan_learned
+        """Whether the plan follows the order in which gradients were seen to arrive.
+
+        torch's optimizers inside hooks wait for it, and expect to wait longer for a static graph.
+        """
+        backwards = 2 if self.static_graph else 1
+        return self._engine is not None and self._engine.is_plan_learned and self._engine.step >= backwards
 
     @property
     def _distributed_rank(self) -> int:
