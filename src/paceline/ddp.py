@@ -20,7 +20,7 @@ from paceline.agreement import or_refuse
 from paceline.buffer_hooks import BufferHook
 from paceline.buffer_policies import Policies, Policy
 from paceline.buffers import finish_broadcast, start_broadcast
-from paceline.comm import Comm, GroupComm
+from paceline.comm import Comm, GroupComm, LonelyComm
 from paceline.compile.guarding import untraced
 from paceline.ddp_arguments import (
     caps_from,
@@ -151,7 +151,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return wrapper._replica if wrapper is not None else None
 
     def _attach(self, comm: Comm, original: Replica | None = None) -> None:
-        self._group = _GroupReference(comm.group if isinstance(comm, GroupComm) else None)
+        self._group = _GroupReference(comm.group if isinstance(comm, GroupComm | LonelyComm) else None)
         earlier = self._earlier(self.module)
         self._replica: Replica | None = Replica(self.module, comm, self._settings, original, earlier)
         self._replica.wrapper = weakref.ref(self)
