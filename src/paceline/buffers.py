@@ -338,7 +338,7 @@ def _checksum(buffer: torch.Tensor) -> int:
     """Sum up the bytes of a tensor on a CPU: some write them where no version tells of it."""
     if not buffer.is_cpu or buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
         return 0
-    plain = buffer.detach().contiguous()
+    plain = buffer if buffer.is_contiguous() else buffer.detach().contiguous()
     if not (address := plain.data_ptr()):
         return 0
     return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(address))
