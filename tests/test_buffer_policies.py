@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -426,6 +427,14 @@ def write_a_part(model: Counting) -> None:
     model.mask[0] *= 2
 
 
+def write_through_data(model: Counting) -> None:
+    model.mask.data.mul_(2)
+
+
+def write_through_numpy(model: Counting) -> None:
+    model.mask.numpy()[:] *= 2
+
+
 def write_unseen_and_count_it(model: Counting) -> None:
     model.mask.data.mul_(2)
     torch.autograd.graph.increment_version(model.mask)
@@ -438,7 +447,17 @@ def write_in_inference_mode(model: Counting) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [write, replace, assign_data, load, write_a_part, write_unseen_and_count_it, write_in_inference_mode],
+    [
+        write,
+        replace,
+        assign_data,
+        load,
+        write_a_part,
+        write_through_data,
+        write_through_numpy,
+        write_unseen_and_count_it,
+        write_in_inference_mode,
+    ],
     ids=lambda f: f.__name__,
 )
 @ranks(2)
@@ -453,6 +472,23 @@ def test_a_change_is_seen_in_whatever_way_it_is_made(rank: int, change: Any) -> 
 
     dist.broadcast(expected, 0)
     assert torch.equal(model.mask, expected)
+
+
+@ranks(2)
+def test_what_kernels_write_without_a_trace_is_sent_before_the_wrappers_next_forward(rank: int) -> None:
+    observer = FusedMovingAvgObsFakeQuantize(
+        observer=MovingAverageMinMaxObserver
+    )  # of quantization-aware training
+    model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), observer))
+
+    model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    versions = [b._version for b in model.buffers()]
+    model(torch.zeros(2, 4))
+
+    lowest, highest = observer.activation_post_process.min_val, observer.activation_post_process.max_val
+    assert versions == [0] * len(versions), "this kernel counts its changes now; find another one"
+    assert everyones(lowest)[0] == everyones(lowest)[1]
+    assert everyones(highest)[0] == everyones(highest)[1]
 
 
 @ranks(2)

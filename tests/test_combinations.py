@@ -5,6 +5,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -271,6 +272,18 @@ def test_a_scripted_part_can_be_replicated(rank: int) -> None:
     model(torch.randn(4, 2)).sum().backward()
 
     assert alike(model[1].weight.grad)
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", [paceline.replicate, Ours], ids=["replicate", "wrapper"])
+def test_a_scripted_module_can_be_replicated(rank: int, door: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = door(torch.jit.script(net()))
+
+    model(x(rank)).sum().backward()
+
+    assert all(alike(p.grad) for p in model.parameters())
 
 
 # ---- sparse gradients -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import paceline
 from paceline import DistributedDataParallel as Ours
@@ -28,6 +29,25 @@ def net() -> nn.Module:
 
 def share(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(2)[rank]
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_static", [False, True])
+def test_optimizers_inside_hooks_begin_when_they_do_with_torchs_class(rank: int, is_static: bool) -> None:
+    seen = []
+    for kind in (Ours, Theirs):
+        model, begun = kind(net(), static_graph=is_static), []
+
+        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            begun.append(model._has_rebuilt_buckets)  # noqa: B023 - run in this turn
+            return allreduce_hook(None, bucket)
+
+        model.register_comm_hook(None, hook)
+        for _ in range(4):
+            model(share(rank)).sum().backward()
+        seen.append(begun)
+
+    assert seen[0] == seen[1]
 
 
 def test_it_takes_torchs_arguments_in_torchs_order() -> None:
@@ -321,3 +341,49 @@ def test_a_wrapper_and_its_module_are_freed_together(rank: int) -> None:
     gc.collect()
 
     assert [reference() for reference in gone] == [None, None, None]
+
+
+class Lonely(dist.ProcessGroup):
+    """A group of one rank that is written in Python, as in torch's tests of such groups."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.calls: list[str] = []
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> "LonelyWork":
+        self.calls.append("allreduce")
+        return LonelyWork(tensors, self.calls)
+
+    def getSize(self) -> int:
+        return 1
+
+
+class LonelyWork(dist.Work):
+    def __init__(self, tensors: list[torch.Tensor], calls: list[str]) -> None:
+        super().__init__()
+        self.future: torch.futures.Future = torch.futures.Future()
+        self.future.set_result(tensors)
+        self.calls = calls
+
+    def wait(self, timeout: object) -> bool:
+        self.calls.append("wait")
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future
+
+
+def test_a_group_of_one_that_is_written_in_python_reduces_the_gradients() -> None:
+    group, module = Lonely(), net()
+    model = Ours(module, process_group=group, init_sync=False)
+    at_the_start = list(group.calls)
+
+    model(torch.ones(2, 6)).sum().backward()
+
+    expected = net()
+    expected(torch.ones(2, 6)).sum().backward()
+    assert at_the_start == []
+    assert set(group.calls) == {"allreduce", "wait"}
+    assert model.process_group is group
+    for got, wanted in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)

@@ -272,6 +272,8 @@ def test_lazy_parameters_are_refused(rank: int) -> None:
     assert "weight, bias have no shape yet" in message_of(
         ValueError, lambda: paceline.replicate(nn.LazyLinear(2))
     )
+    torchs = "Modules with uninitialized parameters can't be"
+    assert torchs in message_of(RuntimeError, lambda: paceline.DistributedDataParallel(nn.LazyLinear(2)))
 
 
 @ranks(3)

@@ -309,10 +309,18 @@ def _returns_wrongly(state: object, bucket: dist.GradBucket) -> int:
 @pytest.mark.parametrize(
     ("hook", "kind", "text"),
     [
-        ({}, TypeError, "a communication hook must be callable as hook(state, bucket), got dict"),
+        ({}, TypeError, "Communication hook must be callable. Give a function of (state, bucket), not dict"),
         (_alone, TypeError, "_alone has to take (state, bucket), but it is _alone(bucket)"),
-        (_annotated_wrongly, ValueError, "_annotated_wrongly is annotated for another bucket"),
-        (_returns_wrongly, ValueError, "_returns_wrongly is annotated for another result"),
+        (
+            _annotated_wrongly,
+            ValueError,
+            "Communication hook: bucket annotation should be dist.GradBucket. That of _annotated_wrongly is",
+        ),
+        (
+            _returns_wrongly,
+            ValueError,
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. That of",
+        ),
     ],
 )
 def test_a_hook_is_checked_when_it_is_registered(hook: object, kind: type, text: str) -> None:
@@ -327,7 +335,9 @@ def test_a_hook_that_returns_no_future_is_refused_on_every_rank(rank: int) -> No
     model = Ours(net())
     model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
 
-    with pytest.raises(TypeError, match=r"has to return a torch.futures.Future, got Tensor"):
+    with pytest.raises(
+        RuntimeError, match=r"callback must return a torch.futures.Future object, but got Tensor"
+    ):
         model(share(rank)).sum().backward()
 
 

@@ -6,12 +6,16 @@ A turn is one time that some of them are made equal:
     send()   what changed on any rank goes out, in one message for each device
     take()   it is written
 
-A change shows in the tensor's version. It does not show in what BatchNorm's kernels write; a module that
-keeps a running mean and a variance therefore counts as changed while it is in training mode.
+A change shows in the tensor's version. It does not show there if it was made through ``.data``, through NumPy
+or by a kernel that tells nobody. On a CPU the bytes are looked at, too. On a GPU that would make the host
+wait; there a module that keeps a running mean and a variance, as BatchNorm does, counts as changed while it
+is in training mode.
 """
 
+import ctypes
 import hashlib
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from operator import or_
@@ -239,6 +243,7 @@ class Place:
         self._key = key
         self._is_known = False
         self._last: tuple[weakref.ref[torch.Tensor] | None, int, int] = (None, 0, 0)
+        self._checksum = 0  # of what was there, on a CPU
         self._look: Look | None = None
         self._line = _line(name, None)
 
@@ -280,7 +285,9 @@ class Place:
             return (buffer is None) is not (seen is None)
         if seen() is not buffer or buffer.is_inference():  # which has no version
             return True
-        return buffer._version != version or buffer.data_ptr() != address
+        if buffer._version != version or buffer.data_ptr() != address:
+            return True
+        return _checksum(buffer) != self._checksum
 
     def note_equal(self) -> None:
         """Remember what is there as the same on every rank."""
@@ -291,6 +298,7 @@ class Place:
         else:
             version = 0 if buffer.is_inference() else buffer._version
             self._last = (weakref.ref(buffer), version, buffer.data_ptr())
+            self._checksum = _checksum(buffer)
 
     def forget(self) -> None:
         """Count as changed, whatever is there."""
@@ -324,6 +332,16 @@ def _keeps_figures(owner: nn.Module) -> bool:
     figures = {key: b.shape for key, b in buffers if b.dim() == 1 and b.is_floating_point()}
     means = {shape for key, shape in figures.items() if "mean" in key}
     return any(shape in means for key, shape in figures.items() if "var" in key)
+
+
+def _checksum(buffer: torch.Tensor) -> int:
+    """Sum up the bytes of a tensor on a CPU: some write them where no version tells of it."""
+    if not buffer.is_cpu or buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
+        return 0
+    plain = buffer if buffer.is_contiguous() else buffer.detach().contiguous()
+    if not (address := plain.data_ptr()):
+        return 0
+    return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(address))
 
 
 def _line(name: str, look: Look | None) -> str:

@@ -193,6 +193,36 @@ class SoloComm(Comm):
         return [payload]
 
 
+class LonelyComm(SoloComm):
+    """A process group of one rank, written in Python. Its reductions go through it, as with torch's class."""
+
+    is_solo = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._options = _options(dist.ReduceOp.SUM)
+
+    def total(self, flat: torch.Tensor) -> Pending:
+        return Pending(flat, _PythonWork(self.group.allreduce([_real(flat)], self._options)))
+
+    def average(self, flat: torch.Tensor) -> Pending:
+        return self.total(flat)
+
+
+class _PythonWork:
+    """A collective that is written in Python: its future tells whether it has ended, if nothing else does."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._future = work.get_future()
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def wait(self) -> None:
+        self._work.wait(timedelta(0))  # as torch says that the group's own limit holds
+
+
 class GroupComm(Comm):
     """A c10d process group: Gloo, NCCL, or one of each by device."""
 
@@ -304,11 +334,16 @@ def comm_over(group: dist.ProcessGroup | None) -> Comm:
                 "this rank is not in the process group that was given; replicate only on the ranks of the "
                 "group"
             )
-        return here().over(group) or GroupComm(group)
+        return here().over(group) or _own_comm(group)
     if dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None
         return here().over(dist.group.WORLD) or GroupComm(dist.group.WORLD)
     return SoloComm()
+
+
+def _own_comm(group: dist.ProcessGroup) -> Comm:
+    is_python = backend_of(group, "cpu") is None and backend_of(group, "cuda") is None
+    return LonelyComm(group) if is_python and group.size() == 1 else GroupComm(group)
 
 
 def _rehearsed(comm: Comm, group: dist.ProcessGroup | None) -> Comm:

@@ -20,7 +20,7 @@ from paceline.agreement import or_refuse
 from paceline.buffer_hooks import BufferHook
 from paceline.buffer_policies import Policies, Policy
 from paceline.buffers import finish_broadcast, start_broadcast
-from paceline.comm import Comm, GroupComm
+from paceline.comm import Comm, GroupComm, LonelyComm
 from paceline.compile.guarding import untraced
 from paceline.ddp_arguments import (
     caps_from,
@@ -163,7 +163,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return wrapper._replica if wrapper is not None else None
 
     def _attach(self, comm: Comm, original: Replica | None = None) -> None:
-        self._group = _GroupReference(comm.group if isinstance(comm, GroupComm) else None)
+        self._group = _GroupReference(comm.group if isinstance(comm, GroupComm | LonelyComm) else None)
         earlier = self._earlier(self.module)
         self._replica: Replica | None = Replica(self.module, comm, self._settings, original, earlier)
         self._replica.wrapper = weakref.ref(self)
@@ -583,8 +583,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the plan follows the order in which gradients were seen to arrive."""
-        return self._engine is not None and self._engine.is_plan_learned
+        """Whether the plan follows the order in which gradients were seen to arrive.
+
+        torch's optimizers inside hooks wait for it, and expect to wait longer for a static graph.
+        """
+        backwards = 2 if self.static_graph else 1
+        return self._engine is not None and self._engine.is_plan_learned and self._engine.step >= backwards
 
     @property
     def _distributed_rank(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.buffer_policies import Due
+from paceline.torch_private import takes_hooks
 
 
 class ModuleHook:
@@ -90,7 +91,12 @@ class FailureWatch(ModuleHook):
 def watch_forward(
     module: nn.Module, begins: Callable[[], None], failed: Callable[[BaseException], None]
 ) -> list[Any]:
-    """Have functions called when a forward begins, and when it has raised; return the handles to remove."""
+    """Have functions called when a forward begins, and when it has raised; return the handles to remove.
+
+    A scripted module takes no hooks. What they would notice, its backward finds out, a little later.
+    """
+    if not takes_hooks(module):
+        return []
     return [
         module.register_forward_pre_hook(ModuleHook(module, begins), prepend=True),
         module.register_forward_hook(FailureWatch(module, failed), always_call=True),

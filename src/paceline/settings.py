@@ -189,13 +189,20 @@ def watched_in(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, n
     ]
 
 
+class _Shapeless(ValueError, RuntimeError):
+    """A bad argument, as everywhere here; torch's class raises a RuntimeError, with such words."""
+
+
 def check_model(module: nn.Module, settings: Settings) -> None:
     """Refuse what cannot be replicated, by name."""
     settings.buffers.check(names_of(module))
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, t in tensors if isinstance(t, UninitializedParameter | UninitializedBuffer)]
     if lazy:
-        raise ValueError(f"{name_some(lazy)} have no shape yet; run one forward through the model first")
+        raise _Shapeless(
+            f"Modules with uninitialized parameters can't be replicated: {name_some(lazy)} have no shape "
+            "yet; run one forward through the model first"
+        )
     meta = [name for name, tensor in tensors if tensor.is_meta]
     if meta:
         raise ValueError(

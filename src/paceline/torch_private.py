@@ -21,6 +21,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     DTensor(local, spec, requires_grad), its _local_tensor and _spec; AsyncCollectiveTensor
     torch.distributed.tensor.parallel.ddp, its _reconstruct_dtensor, _localize_dtensor and Parameter._st_info
     torch._C._disabled_torch_function_impl
+    torch.jit.RecursiveScriptModule            what torch.jit.script() makes
     torch.autograd._profiler_enabled           whether anybody would see a name in a profile
 """
 
@@ -183,6 +184,12 @@ def take_over_localizing(module: torch.nn.Module) -> list[tuple[Any, Any]]:
             hooks.pop(key)
     make: Any = DTensor
     return [(p, make(p.detach(), p._st_info, requires_grad=p.requires_grad)) for p in found]
+
+
+def takes_hooks(module: torch.nn.Module) -> bool:
+    """Tell whether functions can be hung around a module's forward; a scripted one refuses them."""
+    scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
+    return not isinstance(module, scripted)
 
 
 def agent_is_set() -> bool:

@@ -58,9 +58,9 @@ class FromTorch:
     def __call__(self, bucket: GradBucket, comm: Comm) -> Pending:
         future = self.hook(self.state, BucketView(bucket))
         if not isinstance(future, torch.futures.Future | CFuture):
-            raise TypeError(
-                f"the communication hook {_name(self.hook)} has to return a torch.futures.Future, got "
-                f"{type(future).__name__}"
+            raise RuntimeError(  # torch's exception, and its words
+                "DDP communication hook's callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__} from {_name(self.hook)}"
             )
         return FutureResult(future, bucket, _name(self.hook))
 
@@ -106,10 +106,14 @@ def _copied_or_shared(part: Any, memo: dict[int, Any]) -> Any:
 
 
 def check_torch_hook(hook: Any) -> None:
-    """Refuse what cannot be called as ``hook(state, bucket)``, or says that it is something else."""
+    """Refuse what cannot be called as ``hook(state, bucket)``, or says that it is something else.
+
+    Where torch refuses it too, in torch's words.
+    """
     if not callable(hook):
         raise TypeError(
-            f"a communication hook must be callable as hook(state, bucket), got {type(hook).__name__}"
+            "Communication hook must be callable. Give a function of (state, bucket), not "
+            f"{type(hook).__name__}"
         )
     if (signature := odd_signature(hook, 2)) is not None:
         raise TypeError(
@@ -117,17 +121,18 @@ def check_torch_hook(hook: Any) -> None:
             f"{_name(hook)}{signature}"
         )
     hints = _hints(hook)
-    _check_hint(hook, "bucket", hints.get("bucket"), (GradBucket, BucketView, Any))
-    future = torch.futures.Future
-    _check_hint(hook, "result", hints.get("return"), (future, future[torch.Tensor], CFuture, Any))
-
-
-def _check_hint(hook: Any, what: str, hint: Any, allowed: Sequence[Any]) -> None:
-    if hint is not None and hint not in allowed and getattr(hint, "__name__", "") != "GradBucket":
-        raise ValueError(
-            f"the communication hook {_name(hook)} is annotated for another {what}: it gets a "
-            f"torch.distributed.GradBucket and returns a torch.futures.Future[torch.Tensor], not {hint}"
+    bucket, future = hints.get("bucket"), hints.get("return")
+    if getattr(bucket, "__name__", "") != "GradBucket":
+        _check_hint(
+            hook, bucket, (GradBucket, BucketView, Any), "bucket annotation should be dist.GradBucket"
         )
+    futures = (torch.futures.Future, torch.futures.Future[torch.Tensor], CFuture, Any)
+    _check_hint(hook, future, futures, "return annotation should be torch.futures.Future[torch.Tensor]")
+
+
+def _check_hint(hook: Any, hint: Any, allowed: Sequence[Any], rule: str) -> None:
+    if hint is not None and hint not in allowed:
+        raise ValueError(f"Communication hook: {rule}. That of {_name(hook)} is {hint}")
 
 
 def _hints(hook: Any) -> dict[str, Any]:
