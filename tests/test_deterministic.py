@@ -564,3 +564,16 @@ def test_a_gradient_in_a_graph_stays_one() -> None:
         model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
 
     assert model.weight.grad.requires_grad
+
+
+@ranks(2, warnings="ignore")
+def test_sums_of_earlier_micro_batches_are_part_of_no_graph(rank: int) -> None:
+    torch.manual_seed(0)
+    model = paceline.replicate(nn.Linear(3, 2), deterministic=True)
+    for step in range(3):
+        with paceline.no_sync(model):
+            model(torch.ones(2, 3) * (rank + step)).square().sum().backward()
+        model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+
+        assert not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
+        model.zero_grad()

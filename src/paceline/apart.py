@@ -60,6 +60,7 @@ class Apart:
             for rank in tally.rows
         ]
         rows = gather_rows(self._shares, told, self._layout.parameters, comm, divisor)
+        self._shares = {}  # they are as large as the gradients
         for index in rows.keys() & set(self._layout.plan.order):
             if not self._was_sparse(index, tally):
                 # Somebody has put a dense gradient into the slot.

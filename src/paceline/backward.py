@@ -137,7 +137,7 @@ class SyncedBackward:
         self._waiting = list(layout.heard_counts if self.quiet else layout.counts)
         self._meeting = Meeting(wiring, layout.plan, record)
         self._outbox = Outbox(wiring, layout, record, self._meeting, in_order=tree is not None)
-        self._packets, self._flights = self._outbox.packets, self._outbox.flights
+        self._packets, self._flights = self._outbox.packets, self._outbox.flights  # the same two lists
         self._apart = Apart(wiring, layout, self._outbox)
         self._sending = threading.Lock()  # nobody waits for it: who comes second leaves it to the first
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
@@ -352,12 +352,12 @@ class SyncedBackward:
     def _send_next(self, *, empty: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
         self.agree()
-        if self._tree is not None and not empty:
-            self._tree.fold(self._packets[len(self._flights)].shelf.indices, self._weight)
-        factor = self._factor
-        empty |= self._adds_nothing or not factor
         # Gradients are enabled only in a backward that makes a graph, and outside of one.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+            if self._tree is not None and not empty:
+                self._tree.fold(self._packets[len(self._flights)].shelf.indices, self._weight)
+            factor = self._factor
+            empty |= self._adds_nothing or not factor
             self._outbox.send_next(self.seen, factor, complete=self._next_is_complete(), empty=empty)
 
     # ---- the ranks agree -------------------------------------------------------------------------
@@ -614,7 +614,7 @@ class SyncedBackward:
         try:
             self._outbox.land(surely=surely)
         except BaseException:
-            if not surely and not is_sure(self._wiring.hook):  # every rank has confirmed that it failed
+            if not surely and not is_sure(self._wiring.hook):  # the ranks have told each other, or cannot
                 self._phase = Phase.DONE
             raise
 

@@ -1,8 +1,8 @@
 """Watches parameters: the first gradient opens a backward, the engine's callback closes it.
 
-The reducer owns what outlives a backward: the hooks, the plan, the step count, and which gradients are
-local to this rank. Whether a backward is reduced is decided when its first gradient arrives, by what
-surrounds backward().
+The reducer owns what outlives a backward: the plan, the step count, the settings, and which gradients are
+local to this rank. Its parameters' hooks are in watched.py, what it does about exceptions in trouble.py.
+Whether a backward is reduced is decided when its first gradient arrives, by what surrounds backward().
 """
 
 import contextlib
@@ -150,8 +150,10 @@ class Reducer:
         return [parameter for parameter in self.parameters if id(parameter) not in known]
 
     def _watch_others(self, named: Sequence[Named], wishes: Wishes) -> None:
+        # The new ones first: the nodes of parameters that stay live on, and with them others' hooks there.
+        watched = Watched(named, before=self._watched)
         self._watched.let_go()
-        self._watched = Watched(named, before=self._watched)
+        self._watched = watched
         self._local.move_to(self._leaves)
         self._held.clear()
         self.steps.move_to(self.parameters)
@@ -245,6 +247,7 @@ class Reducer:
         failure: str = "",
         where: str = BACKWARD,
     ) -> SyncedBackward:
+        """Open a backward that is going to be reduced, or in its place tell of a failure."""
         self.trouble.check_usable()
         if self.trouble.broken and not failure:
             failure = (
@@ -749,7 +752,7 @@ class Reducer:
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters that are watched, with their names."""
-        return self._watched.named
+        return zip(self._watched.names, self._watched.parameters, strict=True)
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:

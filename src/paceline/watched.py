@@ -4,7 +4,7 @@ A hook sits on the autograd node that writes ``.grad``. Frozen parameters are wa
 later, its first gradient has to be noticed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -52,11 +52,6 @@ class Watched:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self.by_node = [], [], {}
-
-    @property
-    def named(self) -> Iterator[Named]:
-        """The parameters with their names."""
-        return zip(self.names, self.parameters, strict=True)
 
     @property
     def named_leaves(self) -> list[tuple[str, torch.Tensor]]:

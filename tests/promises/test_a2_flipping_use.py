@@ -1,12 +1,16 @@
 """A2: which parameters are used flips per step and per rank."""
 
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
+import paceline
 import paceline.reducer
-import paceline.torch_private
 from paceline.testing import ranks
+from paceline.watches import engine
 from tests.promises.libraries import TORCH, Library, on_both
 from tests.promises.measure import EQUAL, story
 from tests.promises.scenarios import branching_steps, flipping_route, flipping_steps
@@ -38,9 +42,18 @@ def test_the_graph_is_only_ever_walked_when_a_backward_has_failed(rank: int) -> 
     from tests.promises.libraries import REPLICATE
 
     walked = AssertionError("walked the graph")
-    with mock.patch.object(paceline.torch_private, "leaves_below", side_effect=walked):
+    with mock.patch.object(engine, "leaves_below", side_effect=walked) as walk:
         routes = [flipping_route(step) for step in range(3)]
         assert story(branching_steps(REPLICATE, routes)) == EQUAL
+        assert not walk.called
+
+    model = paceline.replicate(nn.Linear(2, 2))
+    output = model(torch.ones(2))
+    output.register_hook(Mock(side_effect=RuntimeError("boom")))
+    with mock.patch.object(engine, "leaves_below", wraps=engine.leaves_below) as walk:
+        with pytest.raises(RuntimeError, match="boom"):
+            output.sum().backward()
+        assert walk.called
 
 
 @pytest.mark.parametrize("search", [False, True], ids=["without the flag", "with the flag"])

@@ -192,3 +192,19 @@ def test_a_backward_of_old_and_new_parameters_at_once_is_refused(rank: int) -> N
 
     with pytest.raises(RuntimeError, match=r"given other parameters \(0.weight\) in place of some"):
         (first + second).backward()
+
+
+@ranks(2)
+def test_hooks_of_others_on_the_nodes_of_old_parameters_outlive_a_change(rank: int) -> None:
+    model = paceline.replicate(small_model())
+    weight = next(model.parameters())
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    heard: list[int] = []
+    node.register_hook(lambda *_: heard.append(1))
+    del node  # from here on only the engine holds it
+    loss_of(model, share(batch())).backward()
+    model.append(nn.Linear(3, 3))
+    for count in (2, 3):
+        loss_of(model, share(batch())).backward()
+
+        assert len(heard) == count

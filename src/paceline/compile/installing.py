@@ -17,6 +17,7 @@ _lock = threading.Lock()
 TALKING = (
     "across",
     "agreement",
+    "apart",
     "auditing",
     "backward",
     "buffers",
@@ -26,6 +27,7 @@ TALKING = (
     "hub",
     "meeting",
     "norms",
+    "outbox",
     "pass_gate",
     "passes",
     "preflight",
@@ -36,8 +38,11 @@ TALKING = (
     "starting",
     "threads",
     "torch_private",
+    "trouble",
     "waiting",
     "warming",
+    "watched",
+    "watches",
     "whereabouts",
 )
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ from paceline.torch_private import (
     set_engine_door,
     without_compiled_autograd,
 )
+
+BY_NAME = attrgetter("name")  # the same order on every rank
 
 
 class EndListener(Protocol):
@@ -129,7 +132,7 @@ class _EngineWatch(Sentry[Any]):
         return [other for other in waiting if other is not listener]
 
     def _end(self, task: int) -> None:
-        listeners = sorted(self._ending.pop(task, ()), key=name_of)  # none, if they were told to forget it
+        listeners = sorted(self._ending.pop(task, ()), key=BY_NAME)  # none, if they were told to forget it
         for listener in listeners:
             listener.on_backward_over()
         for listener in listeners:
@@ -138,7 +141,7 @@ class _EngineWatch(Sentry[Any]):
     def in_order(self) -> list[Any]:
         """Return the listeners of this place, in the order of their names: the same on every rank."""
         listeners = self._items.here()
-        return sorted(listeners, key=name_of) if len(listeners) > 1 else listeners
+        return sorted(listeners, key=BY_NAME) if len(listeners) > 1 else listeners
 
     @staticmethod
     def inside() -> bool:
@@ -226,11 +229,6 @@ def _say_that_compiled_autograd_is_out() -> None:
         "compiled autograd is on; the backwards of replicated models go without it, so that their gradients "
         "are reduced"
     )
-
-
-def name_of(listener: EndListener) -> bytes:
-    """Return what puts listeners in the same order on every rank."""
-    return listener.name
 
 
 engine_watch = _EngineWatch()

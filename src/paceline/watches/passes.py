@@ -11,7 +11,7 @@ import torch
 
 from paceline.places import Sentry
 from paceline.torch_private import context_of, pass_door, set_pass_door
-from paceline.watches.engine import name_of
+from paceline.watches.engine import BY_NAME
 
 FAILED_CONTEXTS = 4  # are kept, with their gradients,
 LATE_SECONDS = 60.0  # for as long as torch's RPC waits for an answer
@@ -80,7 +80,7 @@ class _PassWatch(Sentry[Any]):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(self, context_id: int, *args: Any, **kwargs: Any) -> None:
         assert self._entry is not None
-        listeners = sorted(self._items.here(), key=name_of)
+        listeners = sorted(self._items.here(), key=BY_NAME)
         with ExitStack() as turns:
             for listener in listeners:  # in one order on every thread
                 turns.enter_context(listener.turn_of(context_id))

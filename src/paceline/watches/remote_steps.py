@@ -1,4 +1,8 @@
-"""Steps of a DistributedOptimizer, looked at in the process that owns the parameters."""
+"""Steps of a DistributedOptimizer, looked at in the process that owns the parameters.
+
+Private names of torch, seen on 2.11 and 2.13: in ``torch.distributed.optim.optimizer``, ``_LocalOptimizer``,
+``_ScriptLocalOptimizer`` and its ``compile_lock``, and ``_local_params`` of both.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
