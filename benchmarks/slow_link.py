@@ -1,7 +1,7 @@
 """Bars 11 and 12: training a small GPT on two hosts with a slow wire between them, with torch's DDP and ours.
 
 100 Mbit/s   torch DDP against our hooks: time of a step, and loss after 200 steps
-1 Gbit/s     torch's bucket sizes against smaller ones, with gradients that fill a bucket of 25 MB, and fewer
+1 Gbit/s     torch's bucket sizes against smaller ones, with gradients that fill a bucket of 25 MB, and few
 """
 
 import argparse
@@ -40,7 +40,7 @@ HELD_OUT = 200_000  # characters
 MANY = 10**9  # steps of a run that is only timed
 EVERY = 8  # steps between two averages of local_sgd; also what is timed in one go
 PLAIN_SHARE = 10  # one in ten steps of a run is plain before PowerSGD begins
-BUCKETS_MB = (0.25, 0.5, 1.0, 2.0)
+BUCKETS_MB = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Size:
 
 
 SMALL = Size(width=128, layers=4, rows=4, every=EVERY)
-LARGE = Size(width=256, layers=8, rows=8, every=2)  # more gradients than one bucket of torch's holds
+LARGE = Size(width=256, layers=12, rows=8, every=1)  # torch makes three buckets of it: 1, 25 and 11 MiB
+TUNED_MB = 2.0  # what the bar is about: not the best of several, which one sees only afterwards
 
 # Hooks by name, made for a run that begins with so many plain steps; the bar, and the goal of its time.
 HOOKS: dict[str, tuple[Callable[[int], Hook], int, str]] = {
@@ -130,9 +131,9 @@ class Training:
 # ---- the variants -------------------------------------------------------------------------------------
 
 
-def torch_ddp(size: Size = SMALL) -> Variant:
-    model = TorchDDP(build(size), gradient_as_bucket_view=True)
-    return Variant("torch DDP", Training(model, MANY, size).round)
+def torch_ddp(size: Size = SMALL, name: str = "torch DDP", **arguments: Any) -> Variant:
+    model = TorchDDP(build(size), gradient_as_bucket_view=True, **arguments)
+    return Variant(name, Training(model, MANY, size).round)
 
 
 def ours(name: str, hook: Hook, size: Size = SMALL, **arguments: Any) -> Variant:
@@ -157,8 +158,9 @@ def hook_variants() -> list[Variant]:
 
 def bucket_variants(size: Size) -> list[Variant]:
     small = [ours(f"{mb} MiB", average, size, bucket_mb=mb, first_bucket_mb=mb) for mb in BUCKETS_MB]
-    bare = Variant("alone", Training(build(size), MANY, size).round)
-    return [bare, torch_ddp(size), ours("25 MiB", average, size), *small]
+    bare = Variant("nothing", Training(build(size), MANY, size).round)
+    theirs = torch_ddp(size, "torch DDP, tuned", bucket_cap_mb=TUNED_MB)
+    return [bare, torch_ddp(size), theirs, ours("25 MiB", average, size), *small]
 
 
 def cycles_of(variants: Callable[[], list[Variant]], seconds: float, minimum: int) -> list[Cycle]:
@@ -247,7 +249,7 @@ def starts(count: int, steps: int) -> list[Row]:
 
 
 def bar_12(seconds: float, minimum: int) -> list[Row]:
-    """Compare smaller buckets with torch's sizes on 1 Gbit/s. The bar is about gradients that fill them."""
+    """Compare smaller buckets with torch's sizes on 1 Gbit/s. The bar is about gradients that fill those."""
     return [*_buckets_of(LARGE, 12, seconds, minimum), *_buckets_of(SMALL, 0, seconds, minimum)]
 
 
@@ -255,15 +257,12 @@ def _buckets_of(size: Size, bar: int, seconds: float, minimum: int) -> list[Row]
     nbytes = sum(p.numel() * p.element_size() for p in build(size).parameters())
     what = f"1 Gbit/s, {nbytes / 1e6:.1f} MB of gradients: step, torch DDP (25 MB) /"
     samples = measured(FAST, functools.partial(bucket_variants, size), seconds, minimum, size.every)
-    names = [f"{mb} MiB" for mb in BUCKETS_MB]
-    best = min(names, key=samples.median)
-    rows = [_ratio(bar, f"{what} buckets of {best}, the best", samples, best, ">= 1.2", samples.kept)]
-    for name in ["25 MiB", *(name for name in names if name != best)]:
-        rows.append(_ratio(0, f"{what} buckets of {name}", samples, name, ">= 1.0", samples.kept))
-    return [
-        *rows,
-        _ratio(0, f"{what} one rank alone, which sends nothing", samples, "alone", "", samples.kept),
-    ]
+    tuned = f"{TUNED_MB} MiB"
+    rows = [_ratio(bar, f"{what} buckets of {tuned}", samples, tuned, ">= 1.2" if bar else "", samples.kept)]
+    for name in ["25 MiB", *(f"{mb} MiB" for mb in BUCKETS_MB if mb != TUNED_MB)]:
+        rows.append(_ratio(0, f"{what} buckets of {name}", samples, name, "", samples.kept))
+    rows.append(_ratio(0, f"{what} itself with {tuned}", samples, "torch DDP, tuned", "", samples.kept))
+    return [*rows, _ratio(0, f"{what} the same without communication", samples, "nothing", "", samples.kept)]
 
 
 def _ratio(bar: int, what: str, samples: Samples, name: str, goal: str, note: str) -> Row:
