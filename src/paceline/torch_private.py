@@ -22,6 +22,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.distributed.tensor.parallel.ddp, its _reconstruct_dtensor, _localize_dtensor and Parameter._st_info
     torch._C._disabled_torch_function_impl
     torch.jit.RecursiveScriptModule            what torch.jit.script() makes
+    torch.jit._recursive.create_script_module  how it makes one
     torch.autograd._profiler_enabled           whether anybody would see a name in a profile
 """
 
@@ -190,6 +191,18 @@ def takes_hooks(module: torch.nn.Module) -> bool:
     """Tell whether functions can be hung around a module's forward; a scripted one refuses them."""
     scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
     return not isinstance(module, scripted)
+
+
+def around_scripting(inside: Callable[[torch.nn.Module], AbstractContextManager[None]]) -> None:
+    """Have every module that ``torch.jit`` compiles compiled inside a context."""
+    maker: Any = torch.jit._recursive
+    make = maker.create_script_module
+
+    def make_inside(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with inside(module):
+            return make(module, *args, **kwargs)
+
+    maker.create_script_module = make_inside
 
 
 def agent_is_set() -> bool:
