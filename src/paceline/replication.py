@@ -712,7 +712,9 @@ def comm_for(group: Any, mesh: Any, module: object) -> Comm:
     """
     if group is not None and mesh is not None:
         raise ValueError("give a process group or a device mesh, not both")
-    comm = comm_over(group if mesh is None else group_of_mesh(mesh))
+    tensors = module.parameters() if isinstance(module, nn.Module) else iter(())
+    device = next((tensor.device for tensor in tensors), None)
+    comm = comm_over(group if mesh is None else group_of_mesh(mesh), device)
     preflight(comm, module, "" if mesh is None else name_of_mesh(mesh))
     return comm
 

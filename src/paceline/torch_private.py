@@ -316,7 +316,8 @@ def store_of(group: Any) -> Any:
 
     for find in (lambda: group.get_group_store(), lambda: c10d._get_process_group_store(group)):
         try:
-            return find()
+            if (store := find()) is not None:
+                return store
         except (AttributeError, KeyError, RuntimeError):
             continue
     return None
