@@ -77,8 +77,8 @@ def as_it_is(work: dist.Work, tensors: object) -> dist.Work:
 class Forwarding(dist.ProcessGroup):
     """A user's own group, whose collectives go over one that torch does not tell us of."""
 
-    def __init__(self, make: Callable[[dist.Work, object], dist.Work] = Told) -> None:
-        self._inner = dist.new_group(backend="gloo")
+    def __init__(self, make: Callable[[dist.Work, object], dist.Work] = Told, inner: Any = None) -> None:
+        self._inner = inner or dist.new_group(backend="gloo")
         super().__init__(self._inner.rank(), self._inner.size())
         self._make = make
         self.calls: list[str] = []
@@ -233,6 +233,21 @@ def test_a_sum_in_a_fixed_order_and_buffers_and_sparse_rows_travel_over_it(rank:
 
 
 @ranks(2)
+def test_torch_may_have_made_it_for_a_backend_that_is_registered(rank: int) -> None:
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        return Forwarding(inner=dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    dist.Backend.register_backend("forwarding", create, devices=["cpu"])
+    group = dist.new_group(backend="forwarding")
+    assert isinstance(group, Forwarding)
+
+    got = trained(replicated(net(), group), lambda whole: whole.chunk(2)[rank])
+
+    assert list(comm_over(group).ranks) == [0, 1]
+    torch.testing.assert_close(got, by_itself())
+
+
+@ranks(2)
 def test_a_copy_of_a_wrapper_on_it_is_on_it_too(rank: int) -> None:
     group = Forwarding()
     model = copy.deepcopy(wrapped(net(), group))
@@ -342,7 +357,7 @@ def test_a_wait_with_a_limit_ends_there_and_the_work_goes_on() -> None:
     promise = Promise()
     work = PythonWork(promise)
 
-    with pytest.raises(RuntimeError, match="not ended yet"):
+    with pytest.raises(RuntimeError, match="not yet"):
         work.wait(timedelta(milliseconds=1))
     assert not work.is_completed()
 

@@ -249,10 +249,17 @@ class GroupComm(Comm):
             return self._python.name if kind == self.working_device.type else None
         return backend_of(self.group, kind)
 
-    def refuse_if_poor(self) -> None:
-        """Raise if the group lacks what every training needs. Sends nothing."""
+    def refuse_if_unfit(self) -> None:
+        """Raise if nobody can train over such a group. Sends nothing."""
         if self._python is not None:
             self._python.refuse_if_poor()
+        elif "fake" in (self.backend_on("cpu"), self.backend_on("cuda")):
+            raise ValueError(
+                'the process group is of torch\'s "fake" backend, which moves nothing: what comes back is '
+                "not what the other ranks have sent. Leave init_process_group() out and call "
+                f"paceline.check(step, ranks={self.size}), which makes such a group itself and compares what "
+                "each rank would send"
+            )
 
     def mean_factor(self, device: torch.device) -> float:
         return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor

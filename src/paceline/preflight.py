@@ -55,7 +55,7 @@ def preflight(comm: Comm, module: object, mesh: str = "") -> None:
     """
     if not isinstance(comm, GroupComm) or comm.size == 1 or comm.group in _passed:
         return
-    comm.refuse_if_poor()
+    comm.refuse_if_unfit()
     number = _rounds[comm.group] = _rounds.get(comm.group, 0) + 1
     try:
         whereabouts = Whereabouts(comm, mesh) if mesh else None

@@ -115,7 +115,7 @@ class PythonWork:
         """Wait until it has ended. Raises RuntimeError if it does not within the limit."""
         if limit is not None:
             if self._future is not None and not self._ends_within(limit.total_seconds()):
-                raise RuntimeError("not ended yet")
+                raise RuntimeError("not yet")
             return
         if self._waits:
             self._work.wait(_OWN_LIMIT)
