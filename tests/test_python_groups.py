@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import paceline
 from paceline import DistributedDataParallel as Ours
@@ -197,6 +198,32 @@ def test_hooks_reduce_over_it_as_they_do_over_gloo(rank: int, kind: str) -> None
         return [parameter.grad for parameter in model.parameters()]
 
     torch.testing.assert_close(gradients(Forwarding()), gradients(None))
+
+
+@ranks(2)
+def test_a_hook_in_torchs_form_reduces_over_it(rank: int) -> None:
+    group = Forwarding()
+    model = Ours(net(), process_group=group)
+    model.register_comm_hook(group, allreduce_hook)
+
+    got = trained(model, lambda whole: whole.chunk(2)[rank])
+
+    torch.testing.assert_close(got, by_itself())
+
+
+@ranks(2)
+def test_ranks_with_different_numbers_of_batches_join_over_it_as_they_do_over_gloo(rank: int) -> None:
+    def weights(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+        model = paceline.replicate(net(), group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with paceline.join(model):
+            for step in range(1 + rank):
+                optimizer.zero_grad()
+                model(batch(step)).sum().backward()
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    torch.testing.assert_close(weights(Forwarding()), weights(None))
 
 
 @ranks(3)

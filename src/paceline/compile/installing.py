@@ -29,6 +29,7 @@ TALKING = (
     "pass_gate",
     "passes",
     "preflight",
+    "python_groups",
     "recorder",
     "reporter",
     "sharded",
