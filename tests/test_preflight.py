@@ -239,3 +239,20 @@ def test_every_rank_place_and_collective_has_other_values() -> None:
 
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(sent, 2))
     assert all(len(values.unique()) == 100 for values in sent)
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", [paceline.replicate, paceline.DistributedDataParallel])
+def test_a_group_that_moves_nothing_is_refused_in_favour_of_check(rank: int, door: Any) -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend known
+
+    group = dist.new_group(backend="fake")
+
+    with pytest.raises(ValueError) as caught:
+        door(nn.Linear(2, 2), **{"group" if door is paceline.replicate else "process_group": group})
+
+    assert str(caught.value) == (
+        'the process group is of torch\'s "fake" backend, which moves nothing: what comes back is not what '
+        "the other ranks have sent. Leave init_process_group() out and call paceline.check(step, ranks=2), "
+        "which makes such a group itself and compares what each rank would send"
+    )

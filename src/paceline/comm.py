@@ -17,6 +17,7 @@ from paceline.abandoned import keep
 from paceline.errors import PeerLost, PeerTimeout, first_line
 from paceline.memory import Pages
 from paceline.places import here
+from paceline.python_groups import PythonGroup, is_python
 from paceline.torch_private import backend_of, sequence_of, timeout_of
 from paceline.waiting import LOOK_PAUSE, STALL_SECONDS, Patience, Waiter, Waiting
 
@@ -200,37 +201,31 @@ class LonelyComm(SoloComm):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self._calls = PythonGroup(group)
         self._options = _options(dist.ReduceOp.SUM)
 
     def total(self, flat: torch.Tensor) -> Pending:
-        return Pending(flat, _PythonWork(self.group.allreduce([_real(flat)], self._options)))
+        return Pending(flat, self._calls.allreduce([_real(flat)], self._options))
 
     def average(self, flat: torch.Tensor) -> Pending:
         return self.total(flat)
 
 
-class _PythonWork:
-    """A collective that is written in Python: its future tells whether it has ended, if nothing else does."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._future = work.get_future()
-
-    def is_completed(self) -> bool:
-        return bool(self._future.done())
-
-    def wait(self) -> None:
-        self._work.wait(timedelta(0))  # as torch says that the group's own limit holds
-
-
 class GroupComm(Comm):
-    """A c10d process group: Gloo, NCCL, or one of each by device."""
+    """A c10d process group: Gloo, NCCL, or one of each by device; or one that is written in Python.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Such a group does not say which devices it is for: it is asked to move what is on ``device``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = self.divisor = group.size()
-        self.seconds = timeout_of(group, _working_device(group))
+        self._python = PythonGroup(group) if is_python(group) else None
+        self._calls: Any = self._python or group
+        own = _working_device(group) if self._python is None else device or torch.device("cpu")
+        self.working_device = own  # where messages of set-up are while they travel
+        self.seconds = timeout_of(group, self.working_device)
         self.patience = Patience(self.rank, self.size, self.seconds)
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
         self._pages: dict[tuple[int, torch.dtype], Pages] = {}
@@ -246,8 +241,25 @@ class GroupComm(Comm):
 
     @property
     def ranks(self) -> Sequence[int]:
-        ranks: list[int] = dist.get_process_group_ranks(self.group)
-        return ranks
+        return _known_ranks(self.group) or super().ranks
+
+    def backend_on(self, kind: str) -> str | None:
+        """Name what moves tensors of a kind of device, if anything does."""
+        if self._python is not None:
+            return self._python.name if kind == self.working_device.type else None
+        return backend_of(self.group, kind)
+
+    def refuse_if_unfit(self) -> None:
+        """Raise if nobody can train over such a group. Sends nothing."""
+        if self._python is not None:
+            self._python.refuse_if_poor()
+        elif "fake" in (self.backend_on("cpu"), self.backend_on("cuda")):
+            raise ValueError(
+                'the process group is of torch\'s "fake" backend, which moves nothing: what comes back is '
+                "not what the other ranks have sent. Leave init_process_group() out and call "
+                f"paceline.check(step, ranks={self.size}), which makes such a group itself and compares what "
+                "each rank would send"
+            )
 
     def mean_factor(self, device: torch.device) -> float:
         return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor
@@ -256,13 +268,13 @@ class GroupComm(Comm):
         return sequence_of(self.group)
 
     def total(self, flat: torch.Tensor) -> Pending:
-        return Pending(flat, self.group.allreduce([_real(flat)], self._sum_options), self.patience)
+        return Pending(flat, self._calls.allreduce([_real(flat)], self._sum_options), self.patience)
 
     def average(self, flat: torch.Tensor) -> Pending:
         if self.divisor == 1:
             return self.total(flat)
         if self._mean_is_native.get(flat.device.type):
-            return Pending(flat, self.group.allreduce([_real(flat)], self._mean_options), self.patience)
+            return Pending(flat, self._calls.allreduce([_real(flat)], self._mean_options), self.patience)
         # Divided before the sum, so that 16-bit sums do not overflow.
         return self.total(flat.mul_(1 / self.divisor))
 
@@ -270,16 +282,16 @@ class GroupComm(Comm):
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = True
-        return Pending(flat, self.group.broadcast([flat], options), self.patience)
+        return Pending(flat, self._calls.broadcast([flat], options), self.patience)
 
     def gather(self, flat: torch.Tensor) -> Pending:
         rows = self._rows(flat, flat.numel())
-        work = self.group._allgather_base(_real(rows).view(-1), _real(flat).contiguous().view(-1))
+        work = self._calls._allgather_base(_real(rows).view(-1), _real(flat).contiguous().view(-1))
         return Pending(rows, work, self.patience)
 
     def exchange(self, flat: torch.Tensor) -> Pending:
         rows = self._rows(flat, flat.numel() // self.size)
-        work = self.group.alltoall_base(_real(rows).view(-1), _real(flat).view(-1), [], [])
+        work = self._calls.alltoall_base(_real(rows).view(-1), _real(flat).view(-1), [], [])
         return Pending(rows, work, self.patience)
 
     def _rows(self, flat: torch.Tensor, numel: int) -> torch.Tensor:
@@ -294,7 +306,7 @@ class GroupComm(Comm):
     def split(self, size: int) -> Comm:
         if size < 1 or self.size % size:
             raise ValueError(f"{self.size} ranks cannot be split into groups of {size}")
-        everyone = dist.get_process_group_ranks(self.group)
+        everyone = ranks_of_job(self)
         first = self.rank - self.rank % size
         group = dist.new_group(everyone[first : first + size], use_local_synchronization=True)
         return GroupComm(group)
@@ -313,18 +325,13 @@ class GroupComm(Comm):
     def gather_small(self, flat: torch.Tensor) -> Pending:
         """Gather by the collective that messages of set-up take."""
         rows = flat.new_empty(self.size, flat.numel())
-        return Pending(rows, self.group.allgather([list(rows.unbind())], [flat]), self.patience)
-
-    @property
-    def working_device(self) -> torch.device:
-        """Where messages of set-up are while they travel."""
-        return _working_device(self.group)
+        return Pending(rows, self._calls.allgather([list(rows.unbind())], [flat]), self.patience)
 
 
-def comm_over(group: dist.ProcessGroup | None) -> Comm:
+def comm_over(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Comm:
     """Choose the comm for a group: the given one, else the default one, else this process alone.
 
-    A rank of a rehearsal has the comm of its place, and no other.
+    A rank of a rehearsal has the comm of its place, and no other. ``device`` is where the model is.
     """
     if here().comm is not None:
         return _rehearsed(here().comm, group)
@@ -334,16 +341,15 @@ def comm_over(group: dist.ProcessGroup | None) -> Comm:
                 "this rank is not in the process group that was given; replicate only on the ranks of the "
                 "group"
             )
-        return here().over(group) or _own_comm(group)
+        return here().over(group) or _own_comm(group, device)
     if dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None
-        return here().over(dist.group.WORLD) or GroupComm(dist.group.WORLD)
+        return here().over(dist.group.WORLD) or _own_comm(dist.group.WORLD, device)
     return SoloComm()
 
 
-def _own_comm(group: dist.ProcessGroup) -> Comm:
-    is_python = backend_of(group, "cpu") is None and backend_of(group, "cuda") is None
-    return LonelyComm(group) if is_python and group.size() == 1 else GroupComm(group)
+def _own_comm(group: dist.ProcessGroup, device: torch.device | None) -> Comm:
+    return LonelyComm(group) if is_python(group) and group.size() == 1 else GroupComm(group, device)
 
 
 def _rehearsed(comm: Comm, group: dist.ProcessGroup | None) -> Comm:
@@ -371,12 +377,37 @@ def name_of_mesh(mesh: Any) -> str:
     return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "a mesh"
 
 
-def cpu_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def cpu_group_like(comm: GroupComm) -> dist.ProcessGroup:
     """Make a Gloo group of the same ranks, whose collectives are in nobody's way."""
-    twin: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-    )
+    ranks = ranks_of_job(comm)
+    twin: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return twin
+
+
+def ranks_of_job(comm: GroupComm) -> Sequence[int]:
+    """Return the numbers by which torch knows the ranks of a comm, to make other groups of them.
+
+    Every rank calls this: of a group that torch does not know, they tell each other.
+    """
+    if (known := _known_ranks(comm.group)) is not None:
+        return known
+    mine = dist.get_rank() if dist.is_initialized() else -1
+    ranks = [int(told) for told in comm.gather_bytes(b"%d" % mine)]
+    if ranks[0] < 0 or ranks != sorted(set(ranks)):
+        raise ValueError(
+            "another process group is needed beside the one that is written in Python, and torch cannot make "
+            f"one: in the default group its ranks have the numbers {ranks} (-1: there is none). Call "
+            "init_process_group() for all of these ranks first, or number them in the same order."
+        )
+    return ranks
+
+
+def _known_ranks(group: dist.ProcessGroup) -> Sequence[int] | None:
+    try:
+        ranks: list[int] = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # made by the user, behind torch's back
+        return None
+    return ranks
 
 
 def _working_device(group: dist.ProcessGroup) -> torch.device:

@@ -10,7 +10,6 @@ from paceline.explain import Facts
 from paceline.hooks import name_of
 from paceline.settings import Settings
 from paceline.sharded import count_sharded
-from paceline.torch_private import backend_of
 
 
 def facts_of(replica: Any) -> Facts:
@@ -56,5 +55,5 @@ def backend_name(replica: Any) -> str:
     comm, kinds = replica.comm, sorted({spec.device.type for spec in replica.plan.specs})
     if comm.own_control() is not None:
         return "threads"  # a rehearsal
-    found = [backend_of(comm.group, kind) for kind in kinds] if isinstance(comm, GroupComm) else []
+    found = [comm.backend_on(kind) for kind in kinds] if isinstance(comm, GroupComm) else []
     return ", ".join(backend for backend in found if backend)

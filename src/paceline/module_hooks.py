@@ -3,17 +3,17 @@
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.buffer_policies import Due
+from paceline.own_hooks import OwnHook
 from paceline.torch_private import takes_hooks
 
 
-class ModuleHook:
+class ModuleHook(OwnHook):
     """A forward hook of one module. A copy that shares its hooks, or has copies of them, is left alone.
 
     In compiled code, where nothing can be exchanged, it does nothing and looks at nothing.
@@ -26,10 +26,6 @@ class ModuleHook:
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling() and module is self._module():
             self._act()
-
-    def __reduce__(self) -> Any:
-        # A function that takes anything and returns None, and that loads where paceline is not installed.
-        return getattr, (nullcontext(), "__exit__")
 
 
 class PutOff(ModuleHook):

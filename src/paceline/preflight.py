@@ -23,7 +23,6 @@ from paceline.comm import Comm, GroupComm, Pending
 from paceline.errors import PeerLost, first_line, name_ranks
 from paceline.hosts import this_place
 from paceline.link_faults import Fault, How, communication_fault
-from paceline.torch_private import backend_of
 from paceline.whereabouts import Whereabouts
 
 LENGTHS = (1, 7, 4099)  # odd ones, below and above what transports treat as one piece
@@ -56,6 +55,7 @@ def preflight(comm: Comm, module: object, mesh: str = "") -> None:
     """
     if not isinstance(comm, GroupComm) or comm.size == 1 or comm.group in _passed:
         return
+    comm.refuse_if_unfit()
     number = _rounds[comm.group] = _rounds.get(comm.group, 0) + 1
     try:
         whereabouts = Whereabouts(comm, mesh) if mesh else None
@@ -117,7 +117,7 @@ class _Preflight:
     def _other_devices(self) -> list[torch.device]:
         """Return this rank's devices of the kinds that models are on, on any rank."""
         used = self._comm.working_device.type
-        kinds = [kind for kind in KINDS if kind != used and backend_of(self._comm.group, kind) is not None]
+        kinds = [kind for kind in KINDS if kind != used and self._comm.backend_on(kind) is not None]
         board = self._board
         if board is None:  # nobody can say what the others' models are on
             return []
@@ -177,7 +177,7 @@ class _Preflight:
             self._note(collective, device, "raised", first_line(error.__cause__ or error))
 
     def _note(self, collective: str, device: torch.device, how: How, words: str) -> None:
-        backend = backend_of(self._comm.group, device.type) or "an unknown backend"
+        backend = self._comm.backend_on(device.type) or "an unknown backend"
         self._faults.append(Fault(collective, device.type, backend, how, words))
 
     # ---- waiting, but not for ever ---------------------------------------------------------------

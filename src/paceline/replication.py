@@ -35,6 +35,7 @@ from paceline.loaders import SameBatch
 from paceline.localized import adopt
 from paceline.module_hooks import around_forward, watch_forward
 from paceline.norms import clip_grad_norm, grad_norm
+from paceline.own_hooks import stay_out_of_scripts
 from paceline.plan import Caps, Plan, plan_buckets
 from paceline.planner import spec_of
 from paceline.precision import LowPrecision
@@ -90,6 +91,7 @@ class Replica:
             module_watch.start()
             watch_loaders()
             get_ready_to_compile()
+            stay_out_of_scripts()
         watched = watched_in(module, settings.left_out)
         if original is None:
             agree_on_hook(settings.hook, watched, comm)
@@ -710,7 +712,9 @@ def comm_for(group: Any, mesh: Any, module: object) -> Comm:
     """
     if group is not None and mesh is not None:
         raise ValueError("give a process group or a device mesh, not both")
-    comm = comm_over(group if mesh is None else group_of_mesh(mesh))
+    tensors = module.parameters() if isinstance(module, nn.Module) else iter(())
+    device = next((tensor.device for tensor in tensors), None)
+    comm = comm_over(group if mesh is None else group_of_mesh(mesh), device)
     preflight(comm, module, "" if mesh is None else name_of_mesh(mesh))
     return comm
 

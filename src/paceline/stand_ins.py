@@ -8,7 +8,6 @@ with stand-ins to the thread that runs the module's forward, and to a backward t
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from inspect import currentframe
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from paceline.own_hooks import OwnHook
 from paceline.watches.engine import engine_watch
 
 CALL = nn.Module.__call__.__code__
@@ -119,8 +119,8 @@ def is_computed_again() -> bool:
     return engine_watch.inside() and torch.is_grad_enabled()
 
 
-class _Hook:
-    """A forward hook that is of no use to copies and pickles of its module: there it does nothing."""
+class _Hook(OwnHook):
+    """A forward hook that looks at no module."""
 
     def __init__(self, act: Any) -> None:
         self._act = act
@@ -128,10 +128,6 @@ class _Hook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, _module: nn.Module, *given: Any) -> Any:
         return self._act(*given)
-
-    def __reduce__(self) -> Any:
-        # A function that takes anything and returns None, and that loads where paceline is not installed.
-        return getattr, (nullcontext(), "__exit__")
 
 
 def _frame_of_call() -> FrameType | None:

@@ -22,6 +22,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.distributed.tensor.parallel.ddp, its _reconstruct_dtensor, _localize_dtensor and Parameter._st_info
     torch._C._disabled_torch_function_impl
     torch.jit.RecursiveScriptModule            what torch.jit.script() makes
+    torch.jit._recursive.create_script_module  how it makes one
     torch.autograd._profiler_enabled           whether anybody would see a name in a profile
 """
 
@@ -192,6 +193,18 @@ def takes_hooks(module: torch.nn.Module) -> bool:
     return not isinstance(module, scripted)
 
 
+def around_scripting(inside: Callable[[torch.nn.Module], AbstractContextManager[None]]) -> None:
+    """Have every module that ``torch.jit`` compiles compiled inside a context."""
+    maker: Any = torch.jit._recursive
+    make = maker.create_script_module
+
+    def make_inside(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with inside(module):
+            return make(module, *args, **kwargs)
+
+    maker.create_script_module = make_inside
+
+
 def agent_is_set() -> bool:
     """Tell whether this process takes part in RPC, without which there is no distributed autograd."""
     return bool(_agent_probe()())
@@ -303,7 +316,8 @@ def store_of(group: Any) -> Any:
 
     for find in (lambda: group.get_group_store(), lambda: c10d._get_process_group_store(group)):
         try:
-            return find()
+            if (store := find()) is not None:
+                return store
         except (AttributeError, KeyError, RuntimeError):
             continue
     return None

@@ -31,6 +31,7 @@ TALKING = (
     "pass_gate",
     "passes",
     "preflight",
+    "python_groups",
     "recorder",
     "reporter",
     "sharded",

@@ -24,7 +24,7 @@ class GroupControl(Control):
 
     def __init__(self, comm: GroupComm) -> None:
         super().__init__()
-        self._group = cpu_group_like(comm.group)
+        self._group = cpu_group_like(comm)
         self._comm = GroupComm(self._group)
         self._posted: dict[Topic, deque[tuple[bytes, list[torch.Tensor], Any]]] = {}
         self.desk = desk_in_store(self._comm)

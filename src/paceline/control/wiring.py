@@ -39,6 +39,7 @@ from paceline.control.switchboard import (
 from paceline.control.tcp import TcpControl
 from paceline.errors import PeerLost, name_some
 from paceline.hosts import address_for_peers, this_host
+from paceline.python_groups import name_of
 from paceline.reporter import reporter
 from paceline.torch_private import host_of, store_of
 
@@ -65,11 +66,17 @@ def control_over(comm: Comm) -> Control:
         control = _controls.get(comm.group)
         if control is None:
             control = _controls[comm.group] = _wire(comm)
-            control.label = comm.group.group_name.encode()
+            control.label = _label(comm)
             if control.desk is not None:
                 reporter.add(control.desk)
     comm.patience.desk = control.desk
     return control
+
+
+def _label(comm: GroupComm) -> bytes:
+    """Return the group's name; of one that has none, a name that its ranks give it."""
+    name = name_of(comm.group)
+    return (comm.gather_bytes(secrets.token_hex(4).encode())[0]) if name is None else name.encode()
 
 
 def _wire(comm: GroupComm) -> Control:
