@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 HARMLESS = {
     "abandoned", "accumulation", "activity", "board", "buffer_hooks", "buffer_policies", "call_site",
     "clocks", "collective_log", "errors", "fake_tensors", "fingerprint", "frames", "hooks", "hosts",
-    "landing", "link_faults", "loaders", "local", "memory", "module_hooks", "nested", "own_hooks", "places", "plan",
-    "planner", "quiet", "remote", "reports", "retrace", "riders", "sparse", "stats", "stepping",
-    "tally", "torch_collectives", "tree", "unread", "weights", "wiring",
+    "landing", "link_faults", "loaders", "local", "memory", "module_hooks", "nested", "own_hooks",
+    "places", "plan", "planner", "quiet", "remote", "reports", "retrace", "riders", "sparse", "stats",
+    "stepping", "tally", "torch_collectives", "tree", "unread", "weights", "wiring",
 }  # fmt: skip
 
 
