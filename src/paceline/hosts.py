@@ -61,6 +61,23 @@ def address_for_peers(meeting_point: str | None) -> str | None:
     return best_address(_routes_and_names(meeting_point))
 
 
+def interface_for_peers(meeting_point: str) -> str | None:
+    """Name the interface by which other machines reach this one, if its own name does not lead there.
+
+    Gloo takes the address that the host name stands for. On many machines that is loopback, or not theirs.
+    """
+    leading = {
+        address: name
+        for name, found in _all_interfaces().items()
+        for address in found
+        if not ipaddress.ip_address(address).is_loopback
+    }
+    own = [str(where[0]) for *_, where in _look_up(socket.gethostname())]
+    if own and own[0] in leading:
+        return None
+    return leading.get(best_address(_routes_and_names(meeting_point)) or "")
+
+
 def chosen_address(environment: Mapping[str, str], interfaces: Mapping[str, Sequence[str]]) -> str | None:
     """Return the address of the interface that the user has named. NCCL's patterns are not followed."""
     for choice in CHOICES:

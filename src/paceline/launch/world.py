@@ -20,6 +20,7 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 
 from paceline.compile.guarding import constant_while
 from paceline.farewell import say_goodbye
+from paceline.hosts import interface_for_peers
 from paceline.launch.device import choose_backend, choose_device
 from paceline.launch.job import loopback_variables
 from paceline.launch.place import Place, find_local_rank, find_place
@@ -123,6 +124,8 @@ def _join(
     chosen = choose_device(device, place.local_rank, backend)
     if place.on_one_machine:
         _stay_on_loopback()
+    else:
+        _leave_loopback(place.address)
     seconds = MEETING_SECONDS if timeout is None else timeout
     store = _own_keys(open_store(place, seconds), place.rank)
     meet(store, place, seconds)
@@ -143,6 +146,12 @@ def _stay_on_loopback() -> None:
     """Keep all sockets on loopback, unless the user has chosen an interface."""
     for name, value in loopback_variables().items():
         os.environ.setdefault(name, value)
+
+
+def _leave_loopback(meeting_point: str) -> None:
+    """Have Gloo listen where the other machines can reach it, unless the user has chosen an interface."""
+    if interface := interface_for_peers(meeting_point):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _own_keys(store: Store, rank: int) -> Store:
