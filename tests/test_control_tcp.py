@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -684,6 +685,22 @@ def test_if_one_rank_cannot_be_reached_all_use_the_group(
         assert "Set GLOO_SOCKET_IFNAME on every machine" in line
     else:
         assert lines == []
+
+
+@ranks(3)
+def test_all_use_the_group_although_its_own_time_is_shorter_than_a_rank_is_called_for(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart(monkeypatch, rank)
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=4))
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes calls, and says nothing
+        if rank == 1:
+            place = list(silent.getsockname())
+            monkeypatch.setattr(
+                wiring, "address_of", lambda door: "" if door.family == socket.AF_UNIX else place
+            )
+        assert isinstance(control_over(GroupComm(group)), GroupControl)
+    dist.barrier()
 
 
 @ranks(3)

@@ -97,7 +97,7 @@ def _on_one_machine(
     comm: GroupComm, door: socket.socket, addresses: Sequence[Address], key: bytes
 ) -> SocketControl:
     try:
-        links = Switchboard(comm.rank, [door], addresses, key).connect(SETUP_SECONDS)
+        links = Switchboard(comm.rank, [door], addresses, key).connect(_within(comm, SETUP_SECONDS))
     except Unreached as error:
         raise PeerLost(f"the ranks are not connected: {error}; look for the one that failed") from None
     control = (MailboxControl if mailboxes_work_here() else SocketControl)(comm.rank, links)
@@ -126,7 +126,9 @@ def _between_machines(
                 for card, place in zip(cards, places, strict=True)
             ]
             try:
-                links = Switchboard(comm.rank, [local_door, door], addresses, key).connect(REACH_SECONDS)
+                links = Switchboard(comm.rank, [local_door, door], addresses, key).connect(
+                    _within(comm, REACH_SECONDS)
+                )
             except Unreached as error:
                 trouble = error
     troubles = _tell(comm, [trouble.failed, trouble.awaited])
@@ -141,6 +143,11 @@ def _between_machines(
     control = TcpControl(comm.rank, links)
     control.desk = desk_in_store(comm, hmac.digest(key, b"reports", "sha256").hex()[:16] + "/")
     return control
+
+
+def _within(comm: GroupComm, seconds: float) -> float:
+    """Return a time that leaves room for a gather before those who wait in it run out of theirs."""
+    return min(seconds, comm.seconds / 3)
 
 
 def _address_of_ours(comm: GroupComm) -> str:
