@@ -5,8 +5,8 @@ import errno
 from paceline.errors import PeerLost, PeerTimeout
 
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-FORKED = "it is a fork of that rank, and no rank itself"
-TORN = "it was interrupted in the middle of a frame"
+FORKED = "it is a fork of a rank: only the process that has made a replica may use it"
+TORN = "it was interrupted in the middle of a frame: start the run again from a checkpoint"
 
 
 class ClosedHere(OSError):
@@ -19,11 +19,7 @@ class ClosedHere(OSError):
 def gone(rank: int, error: Exception | None = None) -> PeerLost:
     """Say that a rank has ended."""
     if isinstance(error, ClosedHere):
-        return PeerLost(
-            f"rank {rank} is out of reach: this process has closed its connections, because "
-            f"{error.strerror}. Nothing can be reduced in it any more.",
-            rank,
-        )
+        return PeerLost(f"this process has closed its connections to the other ranks: {error.strerror}")
     if isinstance(error, OSError) and error.errno in UNREACHABLE:
         return PeerLost(
             f"rank {rank} is gone: its machine does not answer any more ({error.strerror}). The machine is "
@@ -32,7 +28,8 @@ def gone(rank: int, error: Exception | None = None) -> PeerLost:
         )
     if isinstance(error, TimeoutError):
         return PeerLost(
-            f"rank {rank} is gone: it did not share its memory in time. Look at what that rank is doing.", rank
+            f"rank {rank} is gone: it did not share its memory in time. Look at what that rank is doing.",
+            rank,
         )
     return PeerLost(
         f"rank {rank} is gone: it closed its connection. Its process has ended, or it left the world "
@@ -44,7 +41,7 @@ def gone(rank: int, error: Exception | None = None) -> PeerLost:
 def stuck(rank: int, nbytes: int) -> PeerTimeout:
     """Say that a rank reads nothing."""
     return PeerTimeout(
-        f"rank {rank} has left {nbytes:,} bytes of control frames unread. It is stuck; look at what that rank "
-        "is doing.",
+        f"rank {rank} has left {nbytes:,} bytes of control frames unread. It is stuck; look at what that "
+        "rank is doing.",
         rank,
     )

@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.control.handshake import Handshake, Stranger, answer, call
-from paceline.control.links import Link
-from paceline.control.tcp import keep_watch
+from paceline.control.links import Link, keep_watch
 
 Address = str | Sequence[str | int]  # a local socket's name, or a host's address and a port
 
