@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import struct
@@ -35,6 +36,7 @@ from paceline.control import (
     SocketControl,
     TcpControl,
     control_over,
+    files,
     links,
     sockets,
     switchboard,
@@ -46,7 +48,7 @@ from paceline.control.links import MOST_NBYTES, Link, framed
 from paceline.control.lost import gone
 from paceline.control.switchboard import Switchboard, Unreached, address_of, open_door_at
 from paceline.errors import PeerFailed, PeerLost, PeerTimeout, RanksDisagree
-from paceline.hosts import address_for_peers, best_address, chosen_address
+from paceline.hosts import address_for_peers, best_address, chosen_address, this_host
 from paceline.testing import ranks
 
 KEY = b"the key of these ranks"
@@ -117,6 +119,13 @@ def test_a_door_is_open_at_one_address_only() -> None:
 
         assert host == "127.0.0.1"
         assert int(port) > 0
+
+
+def test_who_somebody_is_does_not_make_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = this_host()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+
+    assert this_host() == before
 
 
 # ---- who gets in ------------------------------------------------------------------------------------
@@ -280,6 +289,72 @@ def test_more_strangers_than_may_be_half_open_do_not_keep_a_rank_out() -> None:
         made.connect()
 
         assert_wired(made)
+
+
+@pytest.mark.parametrize("kind", ["local", "TCP"])
+def test_strangers_who_fill_the_door_of_a_rank_that_comes_late_do_not_keep_the_others_out(kind: str) -> None:
+    with party(2) as made, contextlib.ExitStack() as strangers:
+        if kind == "local":
+            made.doors[0].close()
+            made.doors[0] = switchboard.open_local_door(2)
+            made.addresses[0] = address_of(made.doors[0])
+        made.doors[0].listen(1)
+        for _ in range(10):
+            wire, where = switchboard._socket_to(made.addresses[0])
+            strangers.enter_context(wire)
+            with contextlib.suppress(BlockingIOError):
+                wire.connect(where)
+        made.connect(only=[1])
+        time.sleep((switchboard.MOST_TRIES + 1) * switchboard.PAUSE_SECONDS)
+        made.connect(only=[0])
+
+        assert_wired(made)
+
+
+def test_a_rank_that_is_hung_up_on_to_make_room_calls_again() -> None:
+    with party(2) as made:
+        made.connect(only=[1])
+        for number in range(2 * switchboard.MOST_TRIES):
+            wire, _ = made.doors[0].accept()
+            if number % 2:
+                wire.sendall(bytes(32))  # a nonce; what comes then is not looked at
+                assert select.select([wire], [], [], 10)[0]
+            wire.close()
+        made.connect(only=[0])
+
+        assert_wired(made)
+
+
+def test_a_door_that_fails_is_left_alone_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Door:
+        """One that no more files can be opened for, at first."""
+
+        def __init__(self, door: socket.socket) -> None:
+            self.door = door
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.door, name)
+
+        def accept(self) -> object:
+            calls.append(1)
+            if len(calls) < 3:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return self.door.accept()
+
+    monkeypatch.setattr(switchboard, "PAUSE_SECONDS", 0.05)
+    with party(2) as made:
+        made.doors[0] = Door(made.doors[0])  # type: ignore[call-overload]
+        made.connect()
+
+        assert_wired(made)
+    assert len(calls) < 10
+
+
+def test_more_ranks_may_call_at_once_than_strangers_usually_do() -> None:
+    assert switchboard.most_callers(2) == switchboard.MOST_CALLERS
+    assert switchboard.most_callers(1000) == 2000
 
 
 def test_a_silent_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,8 +715,8 @@ def test_ranks_of_one_machine_among_several_use_its_local_sockets(
 def test_nothing_listens_once_all_are_in(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     doors = []
 
-    def open_and_note(address: str) -> socket.socket:
-        doors.append(open_door_at(address))
+    def open_and_note(address: str, size: int) -> socket.socket:
+        doors.append(open_door_at(address, size))
         return doors[-1]
 
     monkeypatch.setattr(wiring, "open_door_at", open_and_note)
@@ -721,6 +796,38 @@ def test_a_worker_that_outlives_its_rank_does_not_hide_that_the_rank_has_ended(
             control.post(b"t", b"")
             control.collect(b"t", 30)
         dist.barrier()
+
+
+@ranks(2)
+def test_a_rank_that_ends_before_it_has_shared_its_memory_is_named(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank == 1:
+
+        def fail(*args: object) -> None:
+            raise MemoryError("no memory is left")
+
+        monkeypatch.setattr(wiring, "MailboxControl", fail)
+        monkeypatch.setattr(wiring, "SocketControl", fail)
+    with pytest.raises(
+        MemoryError if rank else PeerLost, match="no mem" if rank else "rank 1 is gone: it clo"
+    ):
+        control = control_over(GroupComm(dist.group.WORLD))
+        control.post(b"t", b"")
+        control.collect(b"t", 20)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_rank_that_does_not_share_its_memory_is_named(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SECONDS", 0.1)
+    with a_link() as (link, peer):
+        if ended:
+            peer.close()
+        words = "rank 7 is gone: it closed its" if ended else "rank 7 is gone: it did not share its memory in"
+        with pytest.raises(PeerLost, match=words) as caught:
+            files.exchange_files({7: link}, "name", os.fstat)
+    assert caught.value.rank == 7
 
 
 @pytest.mark.parametrize("where", ["one machine", "several machines"])
@@ -895,6 +1002,22 @@ def test_if_one_rank_cannot_be_reached_all_use_the_group(
 
 
 @ranks(3)
+def test_whatever_keeps_a_rank_from_naming_its_address_all_use_the_group(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart(monkeypatch, rank)
+    if rank == 1:
+
+        def fail(meeting_point: object) -> None:
+            raise ValueError("no such thing")
+
+        monkeypatch.setattr(wiring, "address_for_peers", fail)
+    with listening() as lines:
+        assert isinstance(control_over(GroupComm(dist.group.WORLD)), GroupControl)
+    assert rank or "rank 1 cannot be called (no such thing)" in lines[0]
+
+
+@ranks(3)
 def test_all_use_the_group_although_its_own_time_is_shorter_than_a_rank_is_called_for(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1018,6 +1141,27 @@ def train_a_step() -> list[float]:
     assert isinstance(control, TcpControl)
     model(inputs(rank)).sum().backward()
     return [float(x) for x in model.weight.grad.flatten()]
+
+
+def tcp_info(**numbers: int) -> bytes:
+    fields = [0] * 21
+    for name, number in numbers.items():
+        fields[{"retransmits": 2, "probes": 3, "unacked": 12, "last_ack": 20}[name]] = number
+    return struct.pack("=8B13I", *fields)
+
+
+def test_who_does_not_acknowledge_or_say_that_it_has_no_room_has_vanished() -> None:
+    assert tcp.unanswered_by(tcp_info(retransmits=2, unacked=1, last_ack=16_000)) == 16.0
+    assert tcp.unanswered_by(tcp_info(probes=3, last_ack=16_000)) == 16.0
+
+
+def test_who_lives_and_reads_nothing_has_not_vanished() -> None:
+    assert tcp.unanswered_by(tcp_info(last_ack=16_000)) == 0.0
+    assert tcp.unanswered_by(tcp_info(probes=1, last_ack=60_000)) == 0.0  # it was asked a moment ago
+
+
+def test_a_kernel_that_tells_less_is_believed_to_be_answered() -> None:
+    assert tcp.unanswered_by(tcp_info()[:20]) == 0.0
 
 
 @needs_hosts
