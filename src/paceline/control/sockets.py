@@ -277,10 +277,13 @@ class SocketControl(Control):
 
         Raises TimeoutError if neither happens, or if a rank ends: that is worth a look around at once.
         """
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
         poller = select.poll()
         for number, rank in list(self._open.items()):
             poller.register(number, select.POLLIN | (select.POLLOUT if rank in self._crowded else 0))
-        ready = [number for number, _ in poller.poll(max(0.0, until - time.monotonic()) * 1000)]
+        ready = [number for number, _ in poller.poll(left * 1000)]
         ended = False
         with self._lock:
             for number in ready:
