@@ -326,6 +326,7 @@ def test_a_rank_that_is_hung_up_on_to_make_room_calls_again() -> None:
 
 def test_a_door_that_fails_is_left_alone_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
+    until = time.monotonic() + 0.5
 
     class Door:
         """One that no more files can be opened for, at first."""
@@ -338,7 +339,7 @@ def test_a_door_that_fails_is_left_alone_for_a_moment(monkeypatch: pytest.Monkey
 
         def accept(self) -> object:
             calls.append(1)
-            if len(calls) < 3:
+            if time.monotonic() < until:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return self.door.accept()
 
@@ -348,7 +349,7 @@ def test_a_door_that_fails_is_left_alone_for_a_moment(monkeypatch: pytest.Monkey
         made.connect()
 
         assert_wired(made)
-    assert len(calls) < 10
+    assert len(calls) < 100  # thousands, if it is asked all the time
 
 
 def test_more_ranks_may_call_at_once_than_strangers_usually_do() -> None:
@@ -597,6 +598,7 @@ def test_who_is_interrupted_between_two_links_is_lost_to_both(
         monkeypatch.setattr(controls[0]._links[2], "put", interrupt)
         with pytest.raises(KeyboardInterrupt):
             controls[0].post(b"t", b"first")
+        monkeypatch.undo()
 
         assert_torn(controls)
 
