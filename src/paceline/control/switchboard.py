@@ -168,7 +168,7 @@ class Switchboard:
     def _unreached(self, why: str) -> Unreached:
         calls = [peer for peer in range(self._rank) if peer not in self._links]
         return Unreached(
-            [self._about(peer, self._troubles.get(peer, why)) for peer in calls],
+            [self._about(peer, self._troubles.get(peer) or why) for peer in calls],
             [f"rank {peer} has not called rank {self._rank}" for peer in sorted(self._awaited)],
         )
 
@@ -183,7 +183,9 @@ class Switchboard:
                 wire, where = _socket_to(self._addresses[peer])
             except OSError as error:  # IPv6 is switched off here, say
                 raise Unreached([self._about(peer, error.strerror)]) from None
-            self._calls[peer] = HalfOpen(wire, call(self._key, self._rank, peer), deadline)
+            # Over a network a call may be lost where too many come at once, and neither end hears of it.
+            until = deadline if wire.family == socket.AF_UNIX else now + CALLER_SECONDS
+            self._calls[peer] = HalfOpen(wire, call(self._key, self._rank, peer), until)
             try:
                 wire.connect(where)
             except BlockingIOError:
@@ -201,12 +203,14 @@ class Switchboard:
             poller.register(number, select.POLLIN)
         for half in [*self._calls.values(), *self._callers]:
             poller.register(half.wire.fileno(), half.events)
-        callers = (half.until for half in self._callers)
-        until = min([deadline, *self._due.values(), *self._resting.values(), *callers])
+        halves = (half.until for half in [*self._calls.values(), *self._callers])
+        until = min([deadline, *self._due.values(), *self._resting.values(), *halves])
         ready = {number for number, _ in poller.poll(max(0.0, until - time.monotonic()) * 1000 + 1)}
         for peer, half in list(self._calls.items()):
             if half.wire.fileno() in ready:
                 self._go_on_with_call(peer, half)
+            elif time.monotonic() > half.until:
+                self._call_again(peer)
         for half in list(self._callers):
             if half.wire.fileno() in ready or time.monotonic() > half.until:
                 self._go_on_with_caller(half)
@@ -230,7 +234,7 @@ class Switchboard:
             raise Unreached([self._about(peer, why)])
         self._call_again(peer, why)
 
-    def _call_again(self, peer: int, why: object) -> None:
+    def _call_again(self, peer: int, why: object = None) -> None:
         """Call again a little later, because the door was only crowded."""
         self._troubles[peer] = why
         self._calls.pop(peer).wire.close()
