@@ -5,9 +5,11 @@ The ranks of these tests share a machine, and take each other for ranks of other
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import struct
@@ -15,6 +17,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -27,20 +31,23 @@ from benchmarks import link as wire
 from paceline.comm import GroupComm
 from paceline.control import (
     GroupControl,
+    MailboxControl,
     SocketControl,
     TcpControl,
     control_over,
+    files,
     links,
+    sockets,
     switchboard,
     tcp,
     wiring,
 )
 from paceline.control.handshake import Handshake, Stranger, answer, call
 from paceline.control.links import MOST_NBYTES, Link, framed
-from paceline.control.sockets import gone
+from paceline.control.lost import gone
 from paceline.control.switchboard import Switchboard, Unreached, address_of, open_door_at
-from paceline.errors import PeerFailed, PeerLost, RanksDisagree
-from paceline.hosts import address_for_peers, best_address, chosen_address
+from paceline.errors import PeerFailed, PeerLost, PeerTimeout, RanksDisagree
+from paceline.hosts import address_for_peers, best_address, chosen_address, this_host
 from paceline.testing import ranks
 
 KEY = b"the key of these ranks"
@@ -111,6 +118,13 @@ def test_a_door_is_open_at_one_address_only() -> None:
 
         assert host == "127.0.0.1"
         assert int(port) > 0
+
+
+def test_who_somebody_is_does_not_make_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = this_host()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+
+    assert this_host() == before
 
 
 # ---- who gets in ------------------------------------------------------------------------------------
@@ -276,6 +290,73 @@ def test_more_strangers_than_may_be_half_open_do_not_keep_a_rank_out() -> None:
         assert_wired(made)
 
 
+@pytest.mark.parametrize("kind", ["local", "TCP"])
+def test_strangers_who_fill_the_door_of_a_rank_that_comes_late_do_not_keep_the_others_out(kind: str) -> None:
+    with party(2) as made, contextlib.ExitStack() as strangers:
+        if kind == "local":
+            made.doors[0].close()
+            made.doors[0] = switchboard.open_local_door(2)
+            made.addresses[0] = address_of(made.doors[0])
+        made.doors[0].listen(1)
+        for _ in range(10):
+            wire, where = switchboard._socket_to(made.addresses[0])
+            strangers.enter_context(wire)
+            with contextlib.suppress(BlockingIOError):
+                wire.connect(where)
+        made.connect(only=[1])
+        time.sleep((switchboard.MOST_TRIES + 1) * switchboard.PAUSE_SECONDS)
+        made.connect(only=[0])
+
+        assert_wired(made)
+
+
+def test_a_rank_that_is_hung_up_on_to_make_room_calls_again() -> None:
+    with party(2) as made:
+        made.connect(only=[1])
+        for number in range(2 * switchboard.MOST_TRIES):
+            wire, _ = made.doors[0].accept()
+            if number % 2:
+                wire.sendall(bytes(32))  # a nonce; what comes then is not looked at
+                assert select.select([wire], [], [], 10)[0]
+            wire.close()
+        made.connect(only=[0])
+
+        assert_wired(made)
+
+
+def test_a_door_that_fails_is_left_alone_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    until = time.monotonic() + 0.5
+
+    class Door:
+        """One that no more files can be opened for, at first."""
+
+        def __init__(self, door: socket.socket) -> None:
+            self.door = door
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.door, name)
+
+        def accept(self) -> object:
+            calls.append(1)
+            if time.monotonic() < until:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return self.door.accept()
+
+    monkeypatch.setattr(switchboard, "PAUSE_SECONDS", 0.05)
+    with party(2) as made:
+        made.doors[0] = Door(made.doors[0])  # type: ignore[call-overload]
+        made.connect()
+
+        assert_wired(made)
+    assert len(calls) < 100  # thousands, if it is asked all the time
+
+
+def test_more_ranks_may_call_at_once_than_strangers_usually_do() -> None:
+    assert switchboard.most_callers(2) == switchboard.MOST_CALLERS
+    assert switchboard.most_callers(1000) == 2000
+
+
 def test_a_silent_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switchboard, "CALLER_SECONDS", 0.1)
     with party(2) as made, made.stranger(0) as stranger:
@@ -284,6 +365,7 @@ def test_a_silent_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
         assert len(stranger.recv(100)) == 32
         assert stranger.recv(100) == b""
+        monkeypatch.undo()  # the rank may take its time
         made.connect(only=[1])
         assert_wired(made)
 
@@ -427,6 +509,177 @@ def test_who_is_interrupted_between_a_write_and_the_note_of_it_closes_the_link(
         assert peer.recv(100) == b""
 
 
+# ---- ranks that are wired to each other, all in here ------------------------------------------------
+
+Ways = Callable[..., SocketControl]
+each_way = pytest.mark.parametrize("way", [TcpControl, SocketControl, MailboxControl])
+
+
+@contextlib.contextmanager
+def wired(way: Ways, size: int = 2) -> Iterator[list[SocketControl]]:
+    """Make the controls of some ranks that share this process."""
+    links: list[dict[int, Link]] = [{} for _ in range(size)]
+    for one in range(size):
+        for other in range(one):
+            ends = socket.socketpair()
+            links[one][other], links[other][one] = Link(ends[0]), Link(ends[1])
+    with ThreadPoolExecutor(size) as pool:  # they exchange files
+        controls = list(pool.map(way, range(size), links))
+    try:
+        yield controls
+    finally:
+        for control in controls:
+            control.close("the test is over")
+
+
+BIG = 3_000_000  # bytes: more than the kernel, or a mailbox, holds
+
+
+@each_way
+def test_post_waits_for_nobody_and_collect_names_who_has_not_read(way: Ways) -> None:
+    with wired(way) as (mine, theirs):
+        mine.post(b"t", b"x" * BIG)
+        theirs.post(b"t", b"")
+
+        with pytest.raises(PeerTimeout, match="rank 0 has waited .* rank 1 is missing"):
+            mine.collect(b"t", 0.2)
+
+        while not theirs.ready(b"t"):
+            assert mine.ready(b"t")  # and sends the rest
+        assert mine.collect(b"t", 20) == [b"x" * BIG, b""]
+
+
+@each_way
+def test_who_has_collected_has_nothing_left_to_send(way: Ways) -> None:
+    with wired(way) as (mine, theirs), ThreadPoolExecutor(1) as pool:
+        for control in (theirs, mine):
+            control.post(b"t", b"x" * BIG)
+        got = pool.submit(theirs.collect, b"t", 20)
+
+        assert mine.collect(b"t", 20) == [b"x" * BIG] * 2
+        assert not mine._crowded
+        assert got.result() == [b"x" * BIG] * 2
+
+
+@each_way
+def test_a_rank_that_reads_nothing_is_not_sent_more_and_more(
+    way: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "MOST_LEFT_NBYTES", 1000)
+    with wired(way) as (mine, _):
+        mine.post(b"t", b"x" * BIG)
+        with pytest.raises(PeerTimeout, match="rank 1 has left .* bytes of control frames unread. It is stu"):
+            mine.post(b"t", b"one more")
+
+        assert len(mine._inbox[b"t"][0]) == 1
+
+
+@each_way
+def test_a_frame_that_is_too_long_is_nowhere(way: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MOST_NBYTES", 1000)
+    with wired(way) as controls:
+        for control in controls:
+            with pytest.raises(ValueError, match="a message has 1,000 bytes at most, this one 2,003"):
+                control.post(b"t", b"x" * 2000)
+            control.post(b"t", b"short")
+        for control in controls:
+            assert control.collect(b"t", 20) == [b"short", b"short"]
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("way", [TcpControl, SocketControl])
+def test_who_is_interrupted_between_two_links_is_lost_to_both(
+    way: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wired(way, 3) as controls:
+        monkeypatch.setattr(controls[0]._links[2], "put", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            controls[0].post(b"t", b"first")
+        monkeypatch.undo()
+
+        assert_torn(controls)
+
+
+def test_who_is_interrupted_between_two_parts_of_a_frame_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with wired(MailboxControl, 3) as controls:
+        write = controls[0]._mine.write
+
+        def write_and_interrupt(number: int, part: bytes, *, more: bool) -> None:
+            write(number, part, more=more)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(controls[0]._mine, "write", write_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            controls[0].post(b"t", b"x" * 5000)
+        monkeypatch.undo()
+
+        assert_torn(controls)
+
+
+def assert_torn(controls: Sequence[SocketControl]) -> None:
+    """Check that all ranks know that rank 0 is of no use any more."""
+    with pytest.raises(PeerLost, match="this process has closed its connections .* interrupted in the mid"):
+        controls[0].post(b"t", b"second")
+    for control in controls[1:]:
+        control.post(b"t", b"")
+    for control in controls[1:]:
+        with pytest.raises(PeerLost, match="rank 0 is gone"):
+            while True:  # of what it has sent before, something may have come
+                control.collect(b"t", 20)
+                control.post(b"t", b"")
+
+
+@each_way
+def test_who_is_interrupted_while_it_takes_a_frame_in_is_lost(
+    way: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wired(way) as (mine, theirs):
+        mine.post(b"t", b"")
+        theirs.post(b"t", b"never kept")
+        monkeypatch.setattr(mine, "_keep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mine.ready(b"t")
+        monkeypatch.undo()
+
+        with pytest.raises(PeerLost, match="this process has closed its connections"):
+            mine.collect(b"t", 20)
+        theirs.collect(b"t", 20)
+        theirs.post(b"t", b"")
+        with pytest.raises(PeerLost, match="rank 0 is gone"):
+            theirs.collect(b"t", 20)
+
+
+@each_way
+def test_threads_that_look_in_at_once_keep_frames_in_order(
+    way: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wired(way) as (mine, theirs), ThreadPoolExecutor(3) as pool:
+        take = mine._next_message
+
+        def take_and_dawdle(rank: int) -> bytes | None:
+            message = take(rank)
+            time.sleep(0.001)  # another thread can overtake this one, before the message is kept
+            return message
+
+        monkeypatch.setattr(mine, "_next_message", take_and_dawdle)
+        mine.post(b"another", b"")
+        for number in range(30):
+            theirs.post(b"t", b"%d" % number)
+        for look in [pool.submit(mine.ready, b"another") for _ in range(3)]:
+            look.result()
+
+        assert list(mine._inbox[b"t"][1]) == [b"%d" % number for number in range(30)]
+
+
+def test_a_link_that_could_not_be_made_goes_without_a_word() -> None:
+    with pytest.raises(AttributeError):
+        Link(None)  # type: ignore[arg-type]
+    gc.collect()  # an exception in __del__ would be a warning, and that an error
+
+
 # ---- ranks of several machines ----------------------------------------------------------------------
 
 
@@ -459,8 +712,8 @@ def test_ranks_of_one_machine_among_several_use_its_local_sockets(
 def test_nothing_listens_once_all_are_in(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     doors = []
 
-    def open_and_note(address: str) -> socket.socket:
-        doors.append(open_door_at(address))
+    def open_and_note(address: str, size: int) -> socket.socket:
+        doors.append(open_door_at(address, size))
         return doors[-1]
 
     monkeypatch.setattr(wiring, "open_door_at", open_and_note)
@@ -487,18 +740,16 @@ def test_frames_larger_than_the_kernel_holds_pass_each_other(
 
 
 @ranks(3)
-def test_a_rank_that_has_ended_is_named_at_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_ended_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     control = tcp_control(monkeypatch, rank)
     if rank == 2:
         for link in control._links.values():
             link.close()
     else:
-        start = time.monotonic()
         with pytest.raises(PeerLost, match="rank 2 is gone: it closed its connection") as caught:
             control.post(b"first", b"")
             control.collect(b"first", 30)
         assert caught.value.rank == 2
-        assert time.monotonic() - start < 10
     dist.barrier()
 
 
@@ -530,16 +781,74 @@ def test_a_worker_that_outlives_its_rank_does_not_hide_that_the_rank_has_ended(
         worker = os.fork()
         if worker == 0:
             signal.pause()
-        for link in control._links.values():
-            link.close()
-        dist.barrier()
-        os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
+        try:
+            for link in control._links.values():
+                link.close()
+            dist.barrier()
+        finally:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
     else:
         with pytest.raises(PeerLost, match="rank 1 is gone"):
             control.post(b"t", b"")
             control.collect(b"t", 30)
         dist.barrier()
+
+
+@ranks(2)
+def test_a_rank_that_ends_before_it_has_shared_its_memory_is_named(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank == 1:
+
+        def fail(*args: object) -> None:
+            raise MemoryError("no memory is left")
+
+        monkeypatch.setattr(wiring, "MailboxControl", fail)
+        monkeypatch.setattr(wiring, "SocketControl", fail)
+    with pytest.raises(
+        MemoryError if rank else PeerLost, match="no mem" if rank else "rank 1 is gone: it clo"
+    ):
+        control = control_over(GroupComm(dist.group.WORLD))
+        control.post(b"t", b"")
+        control.collect(b"t", 20)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_rank_that_does_not_share_its_memory_is_named(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SECONDS", 0.1)
+    with a_link() as (link, peer):
+        if ended:
+            peer.close()
+        words = "rank 7 is gone: it closed its" if ended else "rank 7 is gone: it did not share its memory in"
+        with pytest.raises(PeerLost, match=words) as caught:
+            files.exchange_files({7: link}, "name", os.fstat)
+    assert caught.value.rank == 7
+
+
+@pytest.mark.parametrize("where", ["one machine", "several machines"])
+@ranks(2)
+def test_a_fork_of_a_rank_cannot_speak_for_it(
+    rank: int, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    apart(monkeypatch, rank if where == "several machines" else "one")
+    control = control_over(GroupComm(dist.group.WORLD))
+    if rank == 1:
+        heard, told = os.pipe()
+        if os.fork() == 0:
+            try:
+                control.post(b"t", b"from the child")
+            except BaseException as error:
+                os.write(told, repr(error).encode())
+            os._exit(0)
+        os.close(told)
+        os.wait()
+        words = os.read(heard, 1000).decode()
+        assert "this process has closed its connections to the other ranks: it is a fork of a rank" in words
+    dist.barrier()
+    control.post(b"t", b"%d" % rank)
+    assert control.collect(b"t", 20) == [b"0", b"1"]
 
 
 @ranks(2)
@@ -598,10 +907,13 @@ def test_a_frame_that_was_interrupted_on_its_way_goes_out_whole(
 ) -> None:
     control = tcp_control(monkeypatch, rank)
     if rank == 0:
+        control.post(b"t", b"x" * 30_000_000)
         with interrupted(), pytest.raises(KeyboardInterrupt):
-            control.post(b"t", b"x" * 30_000_000)  # rank 1 does not look
+            control.collect(b"t", 30)  # rank 1 does not look
         dist.barrier()
         control.post(b"t", b"y")
+        assert control.collect(b"t", 30)[1] == b""
+        assert control.collect(b"t", 30)[1] == b""
     else:
         dist.barrier()
         control.post(b"t", b"")
@@ -684,6 +996,38 @@ def test_if_one_rank_cannot_be_reached_all_use_the_group(
         assert "Set GLOO_SOCKET_IFNAME on every machine" in line
     else:
         assert lines == []
+
+
+@ranks(3)
+def test_whatever_keeps_a_rank_from_naming_its_address_all_use_the_group(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart(monkeypatch, rank)
+    if rank == 1:
+
+        def fail(meeting_point: object) -> None:
+            raise ValueError("no such thing")
+
+        monkeypatch.setattr(wiring, "address_for_peers", fail)
+    with listening() as lines:
+        assert isinstance(control_over(GroupComm(dist.group.WORLD)), GroupControl)
+    assert rank or "rank 1 cannot be called (no such thing)" in lines[0]
+
+
+@ranks(3)
+def test_all_use_the_group_although_its_own_time_is_shorter_than_a_rank_is_called_for(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart(monkeypatch, rank)
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=4))
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes calls, and says nothing
+        if rank == 1:
+            place = list(silent.getsockname())
+            monkeypatch.setattr(
+                wiring, "address_of", lambda door: "" if door.family == socket.AF_UNIX else place
+            )
+        assert isinstance(control_over(GroupComm(group)), GroupControl)
+    dist.barrier()
 
 
 @ranks(3)
@@ -794,6 +1138,27 @@ def train_a_step() -> list[float]:
     assert isinstance(control, TcpControl)
     model(inputs(rank)).sum().backward()
     return [float(x) for x in model.weight.grad.flatten()]
+
+
+def tcp_info(**numbers: int) -> bytes:
+    fields = [0] * 21
+    for name, number in numbers.items():
+        fields[{"retransmits": 2, "probes": 3, "unacked": 12, "last_ack": 20}[name]] = number
+    return struct.pack("=8B13I", *fields)
+
+
+def test_who_does_not_acknowledge_or_say_that_it_has_no_room_has_vanished() -> None:
+    assert tcp.unanswered_by(tcp_info(retransmits=2, unacked=1, last_ack=16_000)) == 16.0
+    assert tcp.unanswered_by(tcp_info(probes=3, last_ack=16_000)) == 16.0
+
+
+def test_who_lives_and_reads_nothing_has_not_vanished() -> None:
+    assert tcp.unanswered_by(tcp_info(last_ack=16_000)) == 0.0
+    assert tcp.unanswered_by(tcp_info(probes=1, last_ack=60_000)) == 0.0  # it was asked a moment ago
+
+
+def test_a_kernel_that_tells_less_is_believed_to_be_answered() -> None:
+    assert tcp.unanswered_by(tcp_info()[:20]) == 0.0
 
 
 @needs_hosts

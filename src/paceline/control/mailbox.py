@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from paceline.control.base import unpack
 from paceline.control.files import exchange_files
-from paceline.control.links import Link
-from paceline.control.sockets import ROOM_SECONDS, SocketControl, gone, stuck
+from paceline.control.links import Link, check_length
+from paceline.control.lost import gone
+from paceline.control.sockets import SocketControl
 
 SLOTS = 64
 SLOT_NBYTES = 2048
@@ -93,61 +93,77 @@ class MailboxControl(SocketControl):
         self._mine, self._boxes = exchange_files(links, "paceline-control", partial(Mailbox, size=size))
         self._read = dict.fromkeys(links, 0)
         self._parts = dict.fromkeys(links, b"")
+        self._out: deque[tuple[bytes, bool]] = deque()  # parts, and whether there is more to the message
         self._hangups = {peer: _hangup_poller(link) for peer, link in links.items()}
         self._beds = {peer: _hangup_poller(link, select.POLLIN) for peer, link in links.items()}
         # With more ranks than cores, whoever spins keeps the one that is waited for from running.
         self._spin_seconds = SPIN_SECONDS if len(os.sched_getaffinity(0)) >= size else 0.0
 
-    def _send(self, message: bytes) -> None:
-        while len(message) > PART_NBYTES:
-            self._send_part(message[:PART_NBYTES], more=True)
-            message = message[PART_NBYTES:]
-        self._send_part(message, more=False)
-
-    def _send_part(self, part: bytes, *, more: bool) -> None:
-        number = self._mine.written
-        for peer, box in self._boxes.items():
-            if number - box.has_read(self._rank) >= SLOTS:
-                self._wait_for_room(peer, partial(self._has_room, box, number))
-        self._mine.write(number, part, more=more)
-        for peer, box in self._boxes.items():
-            if box.sleeps:
-                _wake(self._links[peer])
-
-    def _wait_for_room(self, peer: int, has_room: Callable[[], bool]) -> None:
-        now = time.monotonic()
-        try:
-            self._wait(peer, has_room, now, now + ROOM_SECONDS)
-        except TimeoutError:
-            raise stuck(peer, f"{SLOTS} frames") from None
-
-    def _has_room(self, box: Mailbox, number: int) -> bool:
-        if number - box.has_read(self._rank) < SLOTS:
-            return True
-        # The peer may be waiting for room as well: take in what it has written.
-        for peer in self._boxes:
-            while (message := self._next_message(peer)) is not None:
-                self._keep(peer, *unpack(message))
-        return number - box.has_read(self._rank) < SLOTS
-
-    def _drain(self, rank: int, box: deque[bytes]) -> bool:
-        if self._boxes[rank].written <= self._read[rank]:
-            return bool(box)
-        while not box and (message := self._next_message(rank)) is not None:
-            self._keep(rank, *unpack(message))
-        return bool(box)
-
-    def _receive(self, rank: int, began: float, until: float) -> bytes:
-        while (message := self._next_message(rank)) is None:
-            self._wait(rank, partial(self._has_mail, rank), began, until)
+    def _wrap(self, message: bytes) -> bytes:
+        check_length(message)
         return message
 
+    def _send(self, frame: bytes) -> None:
+        for start in range(0, len(frame), PART_NBYTES):
+            end = start + PART_NBYTES
+            self._out.append((frame[start:end], end < len(frame)))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what there is room for, in the mailboxes of all."""
+        while self._out:
+            number = self._mine.written
+            full = {peer for peer, box in self._boxes.items() if number - box.has_read(self._rank) >= SLOTS}
+            self._crowded = {peer for peer in full if not self._has_ended(peer)}  # that one reads no more
+            if self._crowded:
+                return
+            part, more = self._out[0]
+            self._mine.write(number, part, more=more)
+            self._out.popleft()
+            for peer, box in self._boxes.items():
+                if box.sleeps:
+                    _wake(self._links[peer])
+
+    def _left(self, peer: int) -> int:
+        return len(self._out) * PART_NBYTES
+
+    def _has_ended(self, peer: int) -> bool:
+        return bool(self._hangups[peer].poll(0))
+
+    def close(self, why: str) -> None:
+        super().close(why)
+        self._out.clear()
+
+    def _drain(self, rank: int, box: deque[bytes]) -> bool:
+        if self._has_mail(rank):
+            return self._take_in(rank, box)
+        return bool(box) or self._closed is not None
+
+    def _receive(self, rank: int, box: deque[bytes], began: float, until: float) -> None:
+        while not self._take_in(rank, box) and self._refusal is None:
+            self._wait(rank, partial(self._has_mail, rank), began, until)
+
+    def _wait_for_room(self, began: float, until: float) -> None:
+        for peer in sorted(self._crowded)[:1]:
+            self._wait(peer, self._has_room, began, until)
+
+    def _has_room(self) -> bool:
+        """Tell whether something of what is left could be written. The peer may wait for room as well."""
+        left = len(self._out)
+        self._send_rest()
+        for peer in self._boxes:
+            if self._has_mail(peer):
+                self._take_in(peer, deque())
+        return len(self._out) < left
+
     def _check_lives(self, rank: int) -> None:
+        if self._closed is not None:
+            raise gone(rank, self._closed)
         if self._hangups[rank].poll(0) and not self._has_mail(rank):
             raise gone(rank)
 
     def _has_mail(self, rank: int) -> bool:
-        return self._boxes[rank].written > self._read[rank]
+        return self._boxes[rank].written > self._read[rank] and self._closed is None
 
     def _next_message(self, rank: int) -> bytes | None:
         """Take the parts that are there; return a message if it is complete."""
@@ -166,6 +182,8 @@ class MailboxControl(SocketControl):
     def _wait(self, rank: int, done: Callable[[], bool], began: float, until: float) -> None:
         """Return when a peer has done something; raise TimeoutError, or PeerLost if it has ended."""
         while not done():
+            if self._crowded:
+                self._send_rest()
             now = time.monotonic()
             if now - began < self._spin_seconds:
                 continue  # who yields on a busy machine comes back after somebody's whole time slice
@@ -175,6 +193,8 @@ class MailboxControl(SocketControl):
 
     def _sleep(self, rank: int, done: Callable[[], bool]) -> None:
         """Sleep until a peer wakes this rank, but not for long."""
+        if self._closed is not None:
+            raise gone(rank, self._closed)
         self._mine.sleeps = True
         try:
             if done():

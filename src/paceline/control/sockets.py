@@ -1,32 +1,46 @@
 """Frames over stream sockets: every rank is wired to every other.
 
+    post      puts a frame behind those that have had no room yet, and sends what there is room for
+    ready     sends what there is room for by now, and takes in what has come
+    collect   does so until all frames have come, and this rank's own ones have gone
+
 Who waits, be it for a frame or for room to send one, takes in what comes from anybody meanwhile. So two ranks
-that send each other more than the kernel holds do not wait for each other.
+that send each other more than the kernel holds do not wait for each other. And who has collected leaves
+nothing behind that others wait for while it is somewhere else.
 """
 
-import errno
+import os
 import select
 import struct
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.activity import trainer
 from paceline.control.base import Control, Topic, pack, unpack
 from paceline.control.links import Link, framed
+from paceline.control.lost import FORKED, TORN, ClosedHere, gone, stuck
 from paceline.control.vigil import Vigil
-from paceline.errors import PeerLost, PeerTimeout, RanksDisagree
+from paceline.errors import PeerLost, RanksDisagree
 from paceline.reports import Wait
 from paceline.waiting import LOOK_SECONDS, STALL_SECONDS, Patience, Waiter
 
-UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-ROOM_SECONDS = 1800.0  # how long a rank may leave unread what it is sent
+MOST_LEFT_NBYTES = 1 << 29  # of frames that a rank leaves unread
 GIVEN_UP: Topic = b"\0given up"  # no replica has such a name
 _GIVEN_UP = struct.Struct("!Q?")
 
+_controls: "weakref.WeakSet[SocketControl]" = weakref.WeakSet()
+
 
 class SocketControl(Control):
-    """Every rank of one machine wired to every other."""
+    """Every rank wired to every other. As it is, for ranks of one machine.
+
+    Whatever is interrupted between the first of its effects and the last closes all links: the others then
+    hear of a lost rank, where they would go on with a frame more or less than this one.
+    """
 
     posts_alone = True
     is_local = True
@@ -42,12 +56,27 @@ class SocketControl(Control):
         self._behind: set[int] = set()  # ranks whose frames are still of the last epoch
         self._refusal: RanksDisagree | None = None  # why the epoch has ended, until it is raised
         self._parting = b""  # what the others are told then
+        self._crowded: set[int] = set()  # ranks to which something has had no room yet
+        self._closed: ClosedHere | None = None  # why this process itself has closed its links
+        # Autograd's threads look in at once. Held while something is read or written, never while one waits.
+        self._lock = threading.RLock()
+        _controls.add(self)
 
     def post(self, topic: Topic, frame: bytes) -> None:
-        self._keep(self._rank, topic, frame)
-        self._send(pack(topic, frame))
+        message = self._wrap(pack(topic, frame))
+        with self._lock:
+            if self._closed is not None or self._crowded:
+                self._check_may_post()
+            try:
+                self._keep(self._rank, topic, frame)
+                self._send(message)
+            except BaseException:
+                self.close(TORN)
+                raise
 
     def ready(self, topic: Topic) -> bool:
+        if self._crowded:
+            self._send_rest()
         if self._refusal is not None:
             return True
         return all(box or self._drain(rank, box) for rank, box in enumerate(self._boxes_of(topic)))
@@ -59,10 +88,21 @@ class SocketControl(Control):
     def _drain(self, rank: int, box: deque[bytes]) -> bool:
         """Take in what a rank has sent, without waiting; tell whether that ends the waiting for a frame."""
         try:
-            while not box and (message := self._next_message(rank)) is not None:
-                self._keep(rank, *unpack(message))
+            return self._take_in(rank, box)
         except PeerLost:
             return True
+
+    def _take_in(self, rank: int, box: deque[bytes]) -> bool:
+        """Keep what has come from a rank, up to the frame for a box; tell whether it is there."""
+        with self._lock:
+            try:
+                while not box and (message := self._next_message(rank)) is not None:
+                    self._keep(rank, *unpack(message))
+            except PeerLost:
+                raise
+            except BaseException:
+                self.close(TORN)
+                raise
         return bool(box)
 
     def _boxes_of(self, topic: Topic) -> Sequence[deque[bytes]]:
@@ -75,12 +115,16 @@ class SocketControl(Control):
         if self._refusal is not None:
             self._refuse()
         boxes = self._boxes_of(topic)
-        for rank, box in enumerate(boxes):
-            if not box and not (self._drain(rank, box) and box):
-                self._wait_for(topic, boxes, seconds, waiter)
-                break
+        if self._crowded or not all(
+            box or (self._drain(rank, box) and box) for rank, box in enumerate(boxes)
+        ):
+            self._wait_for(topic, boxes, seconds, waiter)
         # Taken out only when all are there: who is interrupted while waiting can collect again.
-        return [box.popleft() for box in boxes]
+        try:
+            return [box.popleft() for box in boxes]
+        except BaseException:
+            self.close(TORN)
+            raise
 
     def _wait_for(
         self, topic: Topic, boxes: Sequence[deque[bytes]], seconds: float, waiter: Waiter | None
@@ -93,29 +137,39 @@ class SocketControl(Control):
         vigil: Vigil | None = None
         until = began + pause
         try:
-            for rank, box in enumerate(boxes):
-                while not box:
-                    # First in, first out: what comes before the frame we want belongs to another topic.
-                    try:
-                        self._keep(rank, *unpack(self._receive(rank, began, until)))
-                    except TimeoutError:
-                        if vigil is None:
-                            patience = Patience(self._rank, len(boxes), seconds, stall_seconds)
-                            vigil = Vigil(self, topic, boxes, patience, waiter, began)
-                        vigil.look()
-                        until = time.monotonic() + pause
-                    self._refuse()
+            while not self._complete(boxes, began, until):
+                if vigil is None:
+                    patience = Patience(self._rank, len(boxes), seconds, stall_seconds)
+                    vigil = Vigil(self, topic, boxes, patience, waiter, began)
+                vigil.look()
+                until = time.monotonic() + pause
         finally:
             if vigil is not None:
                 vigil.end()
 
+    def _complete(self, boxes: Sequence[deque[bytes]], began: float, until: float) -> bool:
+        """Wait until all frames have come and gone, or it is time to look around; tell whether they have."""
+        try:
+            for rank, box in enumerate(boxes):
+                while not box:
+                    self._receive(rank, box, began, until)
+                    self._refuse()
+            while self._crowded:
+                self._wait_for_room(began, until)
+                self._refuse()
+        except TimeoutError:
+            self._refuse()
+            return False
+        return True
+
     def missing(self, boxes: Sequence[deque[bytes]]) -> list[int]:
-        """Return the ranks whose frame is not there; raise PeerLost if one of them has ended."""
+        """Return the ranks that have not sent their frame, or not read what they were sent; raise PeerLost if
+        one of them has ended.
+        """
+        self._send_rest()
         found = []
         for rank, box in enumerate(boxes):
-            if not box and self._drain(rank, box) and not box:
-                raise gone(rank)
-            if not box:
+            if rank in self._crowded or not (box or self._take_in(rank, box)):
                 self._check_lives(rank)
                 found.append(rank)
         return found
@@ -137,7 +191,7 @@ class SocketControl(Control):
             heard[self._rank],
             heard,
             self.trace,
-            trainer.is_one,
+            trainer.is_one and not self._crowded,
         )
 
     def next_wait(self) -> int:
@@ -147,7 +201,8 @@ class SocketControl(Control):
 
     def give_up(self, text: str, *, ends: bool) -> None:
         """Drop every exchange that is under way, here and, by a frame that says so, on every other rank."""
-        self._begin_epoch(text, ends=ends)
+        with self._lock, self._whole():
+            self._begin_epoch(text, ends=ends)
         self._refuse()
 
     def _on_given_up(self, rank: int, frame: bytes) -> None:
@@ -171,28 +226,37 @@ class SocketControl(Control):
     def _refuse(self) -> None:
         """Raise if the exchanges were given up, and let the others know where the new ones begin."""
         if (refusal := self._refusal) is not None:
-            self._refusal = None
-            for boxes in self._inbox.values():
-                boxes[self._rank].clear()
-            self._heard[self._rank] = 0
-            self._send(self._parting)
+            with self._lock, self._whole():
+                self._refusal = None
+                for boxes in self._inbox.values():
+                    boxes[self._rank].clear()
+                self._heard[self._rank] = 0
+                self._send(self._wrap(self._parting))
             raise refusal
 
     # ---- what goes over the wires ----------------------------------------------------------------
 
-    def _send(self, message: bytes) -> None:
-        frame = framed(message)
+    def _wrap(self, message: bytes) -> bytes:
+        """Make a message what is sent. Raises ValueError if it is too long for that."""
+        return framed(message)
+
+    def _send(self, frame: bytes) -> None:
+        """Have a wrapped message sent to every rank, now or later."""
         for link in self._links.values():
-            link.put(frame)  # before any is out: who is interrupted now sends it to all the next time
-        crowded = {peer for peer, link in self._links.items() if not link.flush()}
-        until = time.monotonic() + ROOM_SECONDS
-        while crowded:
-            self._take_in(LOOK_SECONDS, crowded)
-            for peer in crowded:
-                self._check_lives(peer)
-            crowded = {peer for peer in crowded if not self._links[peer].flush()}
-            if crowded and time.monotonic() > until:
-                raise stuck(min(crowded), "what it is sent")
+            link.put(frame)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what there is room for."""
+        self._crowded = {peer for peer, link in self._links.items() if not link.flush()}
+
+    def _send_rest(self) -> None:
+        with self._lock, self._whole():
+            self._flush()
+
+    def _left(self, peer: int) -> int:
+        """Return how many bytes have had no room yet on the way to a rank."""
+        return self._links[peer].left
 
     def _next_message(self, rank: int) -> bytes | None:
         """Return the next message of a rank if it has come; raise PeerLost if none can come any more."""
@@ -201,33 +265,38 @@ class SocketControl(Control):
         except (EOFError, OSError) as error:
             raise gone(rank, error) from error
 
-    def _receive(self, rank: int, began: float, until: float) -> bytes:
-        """Return the next message of a rank, or raise TimeoutError or PeerLost. ``began``: for how long it
-        has been waited for.
+    def _receive(self, rank: int, box: deque[bytes], began: float, until: float) -> None:
+        """Return when what has come from a rank is kept; raise TimeoutError, or PeerLost. ``began``: for how
+        long it has been waited for.
         """
-        while (message := self._next_message(rank)) is None:
-            left = until - time.monotonic()
-            # Who has ended may be another one that is waited for: that is worth a look at once.
-            if left <= 0 or not self._take_in(left):
-                raise TimeoutError
-        return message
+        while not self._take_in(rank, box) and self._refusal is None:
+            self._wait_for_room(began, until)
 
-    def _take_in(self, seconds: float, crowded: Collection[int] = ()) -> bool:
-        """Wait until something comes, from whomever, or there is room on the way to a crowded rank.
+    def _wait_for_room(self, began: float, until: float) -> None:
+        """Wait until something comes, from whomever, or there is room for what is left; see to it.
 
-        Tells whether anything has happened, and nobody has ended.
+        Raises TimeoutError if neither happens, or if a rank ends: that is worth a look around at once.
         """
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
         poller = select.poll()
-        for number, rank in self._open.items():
-            poller.register(number, select.POLLIN | (select.POLLOUT if rank in crowded else 0))
-        ready = [number for number, _ in poller.poll(seconds * 1000)]
-        ended = []
-        for number in ready:
-            try:
-                self._links[self._open[number]].fill()
-            except (EOFError, OSError):  # reading on shows it again
-                ended.append(self._open.pop(number))
-        return bool(ready) and not ended
+        for number, rank in list(self._open.items()):
+            poller.register(number, select.POLLIN | (select.POLLOUT if rank in self._crowded else 0))
+        ready = [number for number, _ in poller.poll(left * 1000)]
+        ended = False
+        with self._lock:
+            for number in ready:
+                try:
+                    if number in self._open:
+                        self._links[self._open[number]].fill()
+                except (EOFError, OSError):  # reading on shows it again
+                    del self._open[number]
+                    ended = True
+            if self._crowded:
+                self._send_rest()
+        if ended or not ready:
+            raise TimeoutError
 
     def _keep(self, rank: int, topic: Topic, frame: bytes) -> None:
         if topic == GIVEN_UP:
@@ -236,26 +305,38 @@ class SocketControl(Control):
             self._heard[rank] += 1
             self._boxes_of(topic)[rank].append(frame)
 
+    # ---- what this process does to itself --------------------------------------------------------
 
-def gone(rank: int, error: Exception | None = None) -> PeerLost:
-    """Say that a rank has ended."""
-    if isinstance(error, OSError) and error.errno in UNREACHABLE:
-        return PeerLost(
-            f"rank {rank} is gone: its machine does not answer any more ({error.strerror}). The machine is "
-            "down, or the network to it is.",
-            rank,
-        )
-    return PeerLost(
-        f"rank {rank} is gone: it closed its connection. Its process has ended, or it left the world "
-        "early; its own last message says why.",
-        rank,
-    )
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Close all links if what is done is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self.close(TORN)
+            raise
+
+    def _check_may_post(self) -> None:
+        """Raise, before anything of a frame is kept or sent, if it cannot go to everybody."""
+        if self._closed is not None:
+            raise gone(self._rank, self._closed)
+        for peer in self._crowded:
+            if (left := self._left(peer)) > MOST_LEFT_NBYTES:
+                raise stuck(peer, left)
+
+    def close(self, why: str) -> None:
+        """Close the link to every rank. ``why`` is what this process says of it later."""
+        self._closed = self._closed or ClosedHere(why)
+        self._crowded = set()
+        for link in self._links.values():
+            link.close(why)
 
 
-def stuck(rank: int, what: str) -> PeerTimeout:
-    """Say that a rank reads nothing."""
-    return PeerTimeout(
-        f"rank {rank} has left {what} unread for {ROOM_SECONDS:g} s. It is stuck; look at what that rank is "
-        "doing.",
-        rank,
-    )
+def _leave_to_parent() -> None:
+    # The frames of a fork would pass for its parent's. The thread that holds the lock may not be in here.
+    for control in list(_controls):
+        control._lock = threading.RLock()
+        control.close(FORKED)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -7,7 +7,6 @@ One loop looks after all of them and waits for none in particular, so that nobod
 or nonsense, keeps the ranks from each other.
 """
 
-import contextlib
 import secrets
 import select
 import socket
@@ -15,15 +14,14 @@ import time
 from collections.abc import Sequence
 
 from paceline.control.handshake import Handshake, Stranger, answer, call
-from paceline.control.links import Link
-from paceline.control.tcp import keep_watch
+from paceline.control.links import Link, keep_watch
 
 Address = str | Sequence[str | int]  # a local socket's name, or a host's address and a port
 
 CALLER_SECONDS = 5.0  # what somebody who calls gets to prove who it is
-MOST_CALLERS = 64  # half open at once; the oldest gives way to one more
-MOST_TRIES = 3  # calls of one rank
-PAUSE_SECONDS = 0.2  # between two of them
+MOST_CALLERS = 64  # half open at once, or two for each rank; the oldest gives way to one more
+MOST_TRIES = 3  # calls of one rank that somebody has looked at
+PAUSE_SECONDS = 0.2  # between two of them, and until a door that fails is looked at again
 
 
 class Unreached(Exception):
@@ -35,15 +33,20 @@ class Unreached(Exception):
         self.awaited = list(awaited)
 
 
-def open_local_door(backlog: int) -> socket.socket:
+def most_callers(size: int) -> int:
+    """Return how many may be half open at once where so many ranks meet."""
+    return max(MOST_CALLERS, 2 * size)
+
+
+def open_local_door(size: int) -> socket.socket:
     """Listen in Linux's abstract name space: on no network, and with no file left behind."""
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     door.bind("\0paceline-" + secrets.token_hex(16))
-    door.listen(backlog)
+    door.listen(2 * most_callers(size))
     return door
 
 
-def open_door_at(address: str) -> socket.socket:
+def open_door_at(address: str, size: int = 2) -> socket.socket:
     """Listen at one address of this host, at a port that the kernel chooses."""
     family, _, _, _, where = socket.getaddrinfo(
         address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
@@ -51,7 +54,7 @@ def open_door_at(address: str) -> socket.socket:
     door = socket.socket(family, socket.SOCK_STREAM)
     try:
         door.bind(where)
-        door.listen(2 * MOST_CALLERS)
+        door.listen(2 * most_callers(size))
     except BaseException:
         door.close()
         raise
@@ -69,6 +72,14 @@ def name_of(address: Address) -> str:
     return "a local socket" if isinstance(address, str) else f"{address[0]} port {address[1]}"
 
 
+class HungUp(Exception):
+    """The other end has closed the connection. Some do so to make room for other callers."""
+
+    def __init__(self, *, has_looked: bool) -> None:
+        super().__init__("it hung up")
+        self.has_looked = has_looked  # at what we have sent to prove who we are
+
+
 class HalfOpen:
     """A socket whose two ends are in the middle of their handshake."""
 
@@ -78,6 +89,7 @@ class HalfOpen:
         self._handshake = handshake
         self._got = b""
         self._out, self._needs = next(handshake)
+        self._steps = 0
 
     @property
     def events(self) -> int:
@@ -94,15 +106,18 @@ class HalfOpen:
                 if len(self._got) < self._needs:
                     chunk = self.wire.recv(self._needs - len(self._got))
                     if not chunk:
-                        raise ConnectionResetError("it hung up")
+                        raise HungUp(has_looked=self._steps > 0)
                     self._got += chunk
                 elif (peer := self._go_on()) is not None:
                     return peer
         except BlockingIOError:
             return None
+        except (ConnectionResetError, BrokenPipeError):  # with something of ours unread
+            raise HungUp(has_looked=False) from None
 
     def _go_on(self) -> int | None:
         got, self._got = self._got, b""
+        self._steps += 1
         try:
             self._out, self._needs = self._handshake.send(got)
         except StopIteration as end:
@@ -123,6 +138,9 @@ class Switchboard:
         self._awaited = set(range(rank + 1, len(addresses)))  # they call
         self._due = dict.fromkeys(range(rank), 0.0)  # when to call them
         self._tries = dict.fromkeys(range(rank), 0)
+        self._troubles: dict[int, object] = {}  # of calls that nobody has looked at
+        self._most_callers = most_callers(len(addresses))
+        self._resting: dict[int, float] = {}  # doors that have failed, until when
         self._calls: dict[int, HalfOpen] = {}
         self._callers: list[HalfOpen] = []
         self._links: dict[int, Link] = {}
@@ -150,7 +168,7 @@ class Switchboard:
     def _unreached(self, why: str) -> Unreached:
         calls = [peer for peer in range(self._rank) if peer not in self._links]
         return Unreached(
-            [self._about(peer, why) for peer in calls],
+            [self._about(peer, self._troubles.get(peer) or why) for peer in calls],
             [f"rank {peer} has not called rank {self._rank}" for peer in sorted(self._awaited)],
         )
 
@@ -161,51 +179,65 @@ class Switchboard:
         now = time.monotonic()
         for peer in [peer for peer, at in self._due.items() if at <= now]:
             del self._due[peer]
-            self._tries[peer] += 1
             try:
                 wire, where = _socket_to(self._addresses[peer])
             except OSError as error:  # IPv6 is switched off here, say
                 raise Unreached([self._about(peer, error.strerror)]) from None
-            self._calls[peer] = HalfOpen(wire, call(self._key, self._rank, peer), deadline)
+            # Over a network a call may be lost where too many come at once, and neither end hears of it.
+            until = deadline if wire.family == socket.AF_UNIX else now + CALLER_SECONDS
+            self._calls[peer] = HalfOpen(wire, call(self._key, self._rank, peer), until)
             try:
                 wire.connect(where)
             except BlockingIOError:
                 if wire.family == socket.AF_UNIX:  # its queue is full, and this was no call
-                    self._fail(peer, "too many callers")
+                    self._call_again(peer, "too many callers")
             except OSError as error:
                 self._fail(peer, error.strerror)
 
     def _look(self, deadline: float) -> None:
         """Wait until something happens, and see to it."""
         poller = select.poll()
-        for number in self._doors:
+        now = time.monotonic()
+        self._resting = {number: end for number, end in self._resting.items() if end > now}
+        for number in self._doors.keys() - self._resting.keys():
             poller.register(number, select.POLLIN)
         for half in [*self._calls.values(), *self._callers]:
             poller.register(half.wire.fileno(), half.events)
-        until = min([deadline, *self._due.values(), *(half.until for half in self._callers)])
+        halves = (half.until for half in [*self._calls.values(), *self._callers])
+        until = min([deadline, *self._due.values(), *self._resting.values(), *halves])
         ready = {number for number, _ in poller.poll(max(0.0, until - time.monotonic()) * 1000 + 1)}
         for peer, half in list(self._calls.items()):
             if half.wire.fileno() in ready:
                 self._go_on_with_call(peer, half)
+            elif time.monotonic() > half.until:
+                self._call_again(peer)
         for half in list(self._callers):
             if half.wire.fileno() in ready or time.monotonic() > half.until:
                 self._go_on_with_caller(half)
         for number in ready & self._doors.keys():
-            self._take_in(self._doors[number])
+            self._let_in(self._doors[number])
 
     def _go_on_with_call(self, peer: int, half: HalfOpen) -> None:
         try:
             if half.advance() is not None:
                 self._links[peer] = _link_of(half.wire)
                 del self._calls[peer]
+        except HungUp as error:
+            (self._fail if error.has_looked else self._call_again)(peer, error)
         except (OSError, Stranger) as error:
             self._fail(peer, getattr(error, "strerror", None) or error)
 
     def _fail(self, peer: int, why: object) -> None:
-        """Note that a call has failed. Another one may come through, if the door was only crowded."""
-        self._calls.pop(peer).wire.close()
+        """Note that a call has failed, or give up. Another one may come through."""
+        self._tries[peer] += 1
         if self._tries[peer] >= MOST_TRIES:
             raise Unreached([self._about(peer, why)])
+        self._call_again(peer, why)
+
+    def _call_again(self, peer: int, why: object = None) -> None:
+        """Call again a little later, because the door was only crowded."""
+        self._troubles[peer] = why
+        self._calls.pop(peer).wire.close()
         self._due[peer] = time.monotonic() + PAUSE_SECONDS
 
     def _go_on_with_caller(self, half: HalfOpen) -> None:
@@ -216,16 +248,23 @@ class Switchboard:
             if peer is not None:
                 self._links[peer] = _link_of(half.wire)
                 self._awaited.discard(peer)
-        except (OSError, Stranger):
+        except (OSError, Stranger, HungUp):
             pass
         self._callers.remove(half)
         half.wire.close()  # if it is not a link by now
 
-    def _take_in(self, door: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            wire, _ = door.accept()
+    def _let_in(self, door: socket.socket) -> None:
+        """Take the calls that wait at a door, but go on with the others after so many."""
+        for _ in range(self._most_callers):
+            try:
+                wire, _ = door.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # no file is left, say: it would be ready, and fail, again and again
+                self._resting[door.fileno()] = time.monotonic() + PAUSE_SECONDS
+                return
             wire.setblocking(False)
-            if len(self._callers) >= MOST_CALLERS:
+            if len(self._callers) >= self._most_callers:
                 self._callers.pop(0).wire.close()
             until = time.monotonic() + CALLER_SECONDS
             self._callers.append(HalfOpen(wire, answer(self._key, self._rank, self._awaited), until))

@@ -6,12 +6,13 @@ import socket
 import struct
 
 from paceline.control.links import Link
-from paceline.control.sockets import SocketControl, gone
+from paceline.control.lost import gone
+from paceline.control.sockets import SocketControl
 
 VANISHED_SECONDS = 15.0
-OPTIONS = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 _INFO = struct.Struct("=8B13I")  # the beginning of Linux's tcp_info
-_RETRANSMITS, _UNACKED, _LAST_ACK = 2, 8 + 4, 8 + 12
+_RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK = 2, 3, 8 + 4, 8 + 12
+_MOST_PROBES = 2  # without an answer, and one of them may be lost
 
 
 class TcpControl(SocketControl):
@@ -24,13 +25,6 @@ class TcpControl(SocketControl):
             raise gone(rank, TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
 
 
-def keep_watch(wire: socket.socket) -> None:
-    """Send small frames at once, and have the kernel ask a silent machine if it is still there."""
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in OPTIONS.items():
-        wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 def seconds_unanswered(link: Link) -> float:
     """Tell for how long the peer's kernel has not answered what was sent again and again.
 
@@ -39,8 +33,17 @@ def seconds_unanswered(link: Link) -> float:
     """
     try:
         with socket.socket(fileno=os.dup(link.fileno())) as wire:
-            info = _INFO.unpack(wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+            info = wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     except OSError:  # closed, which reading shows, or a local socket
         return 0.0
-    waits = info[_RETRANSMITS] and info[_UNACKED]
-    return info[_LAST_ACK] / 1000 if waits else 0.0
+    return unanswered_by(info)
+
+
+def unanswered_by(info: bytes) -> float:
+    """Read it out of a ``tcp_info``: frames sent again, or questions to a peer that had no room for more."""
+    try:
+        numbers = _INFO.unpack(info)
+    except struct.error:  # a kernel that tells less
+        return 0.0
+    waits = (numbers[_RETRANSMITS] and numbers[_UNACKED]) or numbers[_PROBES] > _MOST_PROBES
+    return numbers[_LAST_ACK] / 1000 if waits else 0.0

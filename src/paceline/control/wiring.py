@@ -104,11 +104,16 @@ def _on_one_machine(
     comm: GroupComm, door: socket.socket, addresses: Sequence[Address], key: bytes
 ) -> SocketControl:
     try:
-        links = Switchboard(comm.rank, [door], addresses, key).connect(SETUP_SECONDS)
+        links = Switchboard(comm.rank, [door], addresses, key).connect(_within(comm, SETUP_SECONDS))
     except Unreached as error:
         raise PeerLost(f"the ranks are not connected: {error}; look for the one that failed") from None
-    control = (MailboxControl if mailboxes_work_here() else SocketControl)(comm.rank, links)
-    control.desk = desk_in_memory(comm.size, links)
+    try:
+        control = (MailboxControl if mailboxes_work_here() else SocketControl)(comm.rank, links)
+        control.desk = desk_in_memory(comm.size, links)
+    except BaseException:
+        for link in links.values():  # the others hear of it, now or when they wait for the first frame
+            link.close()
+        raise
     return control
 
 
@@ -121,10 +126,11 @@ def _between_machines(
     with ExitStack() as doors:
         place: Address | None = None
         try:
-            door = doors.enter_context(open_door_at(_address_of_ours(comm)))
+            door = doors.enter_context(open_door_at(_address_of_ours(comm), comm.size))
             place = address_of(door)
-        except OSError as error:
-            trouble = Unreached([f"rank {comm.rank} cannot be called ({error.strerror or error})"])
+        except Exception as error:  # whatever it is, the others have to hear of it
+            why = getattr(error, "strerror", None) or error
+            trouble = Unreached([f"rank {comm.rank} cannot be called ({why})"])
         places = _tell(comm, place)
         if None not in places:
             here = cards[comm.rank]["host"]
@@ -133,7 +139,9 @@ def _between_machines(
                 for card, place in zip(cards, places, strict=True)
             ]
             try:
-                links = Switchboard(comm.rank, [local_door, door], addresses, key).connect(REACH_SECONDS)
+                links = Switchboard(comm.rank, [local_door, door], addresses, key).connect(
+                    _within(comm, REACH_SECONDS)
+                )
             except Unreached as error:
                 trouble = error
     troubles = _tell(comm, [trouble.failed, trouble.awaited])
@@ -148,6 +156,11 @@ def _between_machines(
     control = TcpControl(comm.rank, links)
     control.desk = desk_in_store(comm, hmac.digest(key, b"reports", "sha256").hex()[:16] + "/")
     return control
+
+
+def _within(comm: GroupComm, seconds: float) -> float:
+    """Return a time that leaves room for a gather before those who wait in it run out of theirs."""
+    return min(seconds, comm.seconds / 3)
 
 
 def _address_of_ours(comm: GroupComm) -> str:
