@@ -466,8 +466,8 @@ def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
             spin_forever()
         backward_of(model)
 
-    with pytest.raises(PeerTimeout, match=r"rank 1 did not finish within 0.3 s") as caught:
-        rehearse(step, ranks=3, timeout_seconds=0.3)
+    with pytest.raises(PeerTimeout, match=r"rank 1 did not finish within 1 s") as caught:
+        rehearse(step, ranks=3, timeout_seconds=1)
 
     assert caught.value.rank == 1
     assert "in spin_forever" in str(caught.value)
