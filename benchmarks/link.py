@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ class Host:
     address: str
 
 
+@cache
 def why_not() -> str:
     """Say what is missing to make a link, if anything is."""
     if sys.platform != "linux":
@@ -42,7 +44,13 @@ def why_not() -> str:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found (iproute2)"
-    return "" if os.geteuid() == 0 else "only root may make network namespaces"
+    if os.geteuid() != 0:
+        return "only root may make network namespaces"
+    try:
+        with two_hosts(None):
+            return ""
+    except RuntimeError as error:  # a container that does not let even root
+        return str(error)
 
 
 @contextmanager
