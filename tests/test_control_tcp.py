@@ -6,7 +6,6 @@ The ranks of these tests share a machine, and take each other for ranks of other
 import contextlib
 import errno
 import gc
-import logging
 import os
 import secrets
 import select
@@ -49,6 +48,7 @@ from paceline.control.switchboard import Switchboard, Unreached, address_of, ope
 from paceline.errors import PeerFailed, PeerLost, PeerTimeout, RanksDisagree
 from paceline.hosts import address_for_peers, best_address, chosen_address, this_host
 from paceline.testing import ranks
+from tests.listening import listening
 
 KEY = b"the key of these ranks"
 
@@ -945,25 +945,6 @@ def test_a_connection_that_timed_out_or_has_no_way_is_not_said_to_be_closed_by_t
 
 
 # ---- ranks that cannot reach each other -------------------------------------------------------------
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[str]]:
-    handler = Lines()
-    logging.getLogger("paceline").addHandler(handler)
-    try:
-        yield handler.lines
-    finally:
-        logging.getLogger("paceline").removeHandler(handler)
 
 
 @pytest.mark.parametrize("why", ["refused", "no answer", "no address"])

@@ -1,12 +1,10 @@
 """Ranks that keep others waiting: who is told what, when it is given up, and deadlocks that are found."""
 
-import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,29 +23,9 @@ from paceline.reporter import Desk, reporter
 from paceline.reports import Page, Report, SharedReports, Wait
 from paceline.testing import ranks
 from paceline.waiting import Patience, View, Waiting
+from tests.listening import listening
 
 SHORT = {"stall_seconds": 0.3}
-
-
-class Lines(logging.Handler):
-    """Keeps the lines that were logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    handler = Lines()
-    logging.getLogger("paceline").addHandler(handler)
-    try:
-        yield handler.lines
-    finally:
-        logging.getLogger("paceline").removeHandler(handler)
 
 
 def ones(rank: int) -> torch.Tensor:

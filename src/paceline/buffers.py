@@ -335,7 +335,11 @@ def _keeps_figures(owner: nn.Module) -> bool:
 
 
 def _checksum(buffer: torch.Tensor) -> int:
-    """Sum up the bytes of a tensor on a CPU: some write them where no version tells of it."""
+    """Sum up the bytes of a tensor on a CPU: some write them where no version tells of it.
+
+    Done in every step, so not by a fingerprint, which takes several times as long here, and does not see two
+    numbers that have changed places.
+    """
     if not buffer.is_cpu or buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
         return 0
     plain = buffer if buffer.is_contiguous() else buffer.detach().contiguous()
