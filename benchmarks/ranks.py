@@ -15,10 +15,14 @@ T = TypeVar("T")
 # The optimizers import torch._dynamo at their first step, which would take a second of every rank.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "paceline", "benchmarks"]
 TIMEOUT = timedelta(seconds=60)
+# Else glibc gives the top of its heap back to the kernel in some steps, and faults it in anew in the next:
+# thousands of faults a step, or none, as the variants' memory happens to lie.
+STEADY_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 def on_ranks(size: int, work: Callable[..., T], *args: Any) -> list[T]:
     """Call ``work(*args)`` on every rank of a new Gloo group, and return what each returned, by rank."""
+    os.environ |= STEADY_MEMORY  # read by the fork server when it starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:

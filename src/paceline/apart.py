@@ -36,17 +36,19 @@ class Apart:
 
     def told(self) -> tuple[int, ...]:
         """Return what the other ranks have to know of it."""
+        if not self._shares:
+            return ()
         return tuple(n for i, share in self._shares.items() for n in (i, share.count, share.came_dense))
 
     def show(self, late: set[int]) -> None:
         """Let the riders see what is in no bucket, and what came too ``late`` for its own."""
-        if not self._wiring.riders or not (self._shares or late):
+        if not (self._shares or late) or not self._wiring.hearing["goes_apart"]:
             return
         own: Mapping[int, torch.Tensor] = {index: share.values for index, share in self._shares.items()}
         tardy = {index: self._layout.parameters[index].grad for index in late}
         for index, gradient in (*own.items(), *tardy.items()):
             if gradient is not None:
-                for rider in self._wiring.riders:
+                for _, rider in self._wiring.hearing["goes_apart"]:
                     rider.goes_apart(self._layout.plan.specs[index].name, gradient)
 
     def gather(self, tally: Tally) -> Mapping[int, torch.Tensor]:

@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class TooLate(Exception):
 
 NONE: frozenset[int] = frozenset()
 _AS_IT_IS = contextlib.nullcontext()
+
+
+def _without_graph() -> AbstractContextManager[Any]:
+    """Enter nothing where gradients are disabled already, as in all backwards that do not make a graph."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 class LocalBackward:
@@ -211,7 +217,8 @@ class SyncedBackward:
         self.seen[parameter] = None
         if self._hold or parameter in self._held:
             return
-        if place < len(self._flights):
+        following = len(self._flights)
+        if place < following:
             raise RuntimeError(
                 f"{self._layout.plan.specs[parameter].name} got a gradient after its bucket was sent: please "
                 "report this"
@@ -221,7 +228,6 @@ class SyncedBackward:
         waiting = self._waiting
         if parameter not in self.quiet:
             waiting[place] -= 1
-        following = len(self._flights)
         if following < len(waiting) and not waiting[following]:
             self._send_complete()
 
@@ -352,8 +358,7 @@ class SyncedBackward:
     def _send_next(self, *, empty: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
         self.agree()
-        # Gradients are enabled only in a backward that makes a graph, and outside of one.
-        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+        with _without_graph():
             if self._tree is not None and not empty:
                 self._tree.fold(self._packets[len(self._flights)].shelf.indices, self._weight)
             factor = self._factor
@@ -449,7 +454,7 @@ class SyncedBackward:
             self._phase = Phase.DONE
             raise hook_failed(self.step, tally.failed, is_over=not self._outbox.catch_up())
         self._phase = Phase.CLOSED
-        with torch.no_grad():
+        with _without_graph():
             order = self._receive(tally, turn, arrival)
             self._refuse(tally)
             arrival = self._wait_for(order)
@@ -463,13 +468,14 @@ class SyncedBackward:
         else:
             self._outbox.hand_out(tally.outcome.missing_everywhere, rows)
         self._phase = Phase.DONE
-        for rider in self._wiring.riders:
+        for _, rider in self._wiring.hearing["handed_out"]:
             rider.handed_out(self.step)
         if turn and turn.is_disputed:
             raise self._buffers_differ(turn)
         return dataclasses.replace(tally.outcome, arrival=arrival) if arrival else tally.outcome
 
     def _closing(self, turn: Turn | None, arrived: int) -> Closing:
+        riders = self._wiring.riders
         with shown_in_profiles("paceline::search_unused_parameters"):
             used = self._used()
         return Closing(
@@ -479,7 +485,7 @@ class SyncedBackward:
             tuple(sorted(self._late)),
             self._apart.told(),
             buffers=turn.tell() if turn else b"",
-            told=[rider.closes(self.step) for rider in self._wiring.riders],
+            told=[rider.closes(self.step) for rider in riders] if self._wiring.hearing["closes"] else (),
         )
 
     def _ask_order(self, tally: Tally, mine: Sequence[int]) -> Order:
@@ -498,6 +504,8 @@ class SyncedBackward:
         return self._wiring.comm.numbers_of(guide, mine, count, device)
 
     def _wait_for(self, order: Order) -> Sequence[int]:
+        if order is tuple:
+            return ()
         self._wiring.comm.waits(self._meeting)
         try:
             return order()

@@ -17,7 +17,7 @@ import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 
 import torch
@@ -78,7 +78,7 @@ class BufferSync:
     def note_equal(self) -> None:
         """Take it as known that all ranks hold the same."""
         for place in self._places:
-            place.note_equal()
+            place.note_equal(place.buffer)
 
     def forget(self) -> None:
         """Take nothing as known: somebody else has written the buffers."""
@@ -144,37 +144,42 @@ class Turn:
 
     def __init__(self, places: Sequence["Place"], comm: Comm) -> None:
         self._places = places
+        self._buffers = [place.buffer for place in places]
         self._comm = comm
-        self._sent: Sequence[Place] = ()
+        self._sent: Sequence[tuple[Place, torch.Tensor | None]] = ()
         self._transfers: list[Transfer] = []
         self.tensors: list[torch.Tensor] = []  # that are sent
         self.is_disputed = False  # the ranks' buffers have different shapes or dtypes: nothing is sent
 
     def tell(self) -> bytes:
         """Return what this rank has to say; nothing, if nothing has changed here."""
-        changed = _changed(self._places)
-        return _digest([place.line() for place in self._places]) + bytes(changed) if any(changed) else b""
+        changed = _changed(self._places, self._buffers)
+        if not any(changed):
+            return b""
+        here = zip(self._places, self._buffers, strict=True)
+        return _digest(tuple([place.line(buffer) for place, buffer in here])) + bytes(changed)
 
     def send(self, told: Sequence[bytes], source: int) -> None:
         """Send what changed on any rank. ``told`` is what every rank had to say."""
         frames = set(told)  # most ranks say the same
         if frames == {b""}:
             return
-        agreed = _digest([place.agreed for place in self._places])
+        agreed = _digest(tuple([place.agreed for place in self._places]))
         self.is_disputed = len({frame[:DIGEST_NBYTES] or agreed for frame in frames}) > 1
         if not self.is_disputed:
             masks = (int.from_bytes(frame[DIGEST_NBYTES:]) for frame in frames)
-            changed = reduce(or_, masks).to_bytes(len(self._places))
-            self._send([place for place, mark in zip(self._places, changed, strict=True) if mark], source)
+            self._send(reduce(or_, masks).to_bytes(len(self._places)), source)
 
     def send_all(self, source: int) -> None:
         """Send everything, without asking."""
-        self._send(self._places, source)
+        self._send(b"\1" * len(self._places), source)
 
-    def _send(self, places: Sequence["Place"], source: int) -> None:
-        self._sent = places
+    def _send(self, marks: bytes, source: int) -> None:
+        """Send what is marked."""
+        here = zip(self._places, self._buffers, strict=True)
+        self._sent = [pair for pair, mark in zip(here, marks, strict=True) if mark]
         # A tensor may be there under several names.
-        tensors = {id(buffer): buffer for place in places if (buffer := place.buffer) is not None}
+        tensors = {id(buffer): buffer for _, buffer in self._sent if buffer is not None}
         self.tensors = list(tensors.values())
         self._transfers = start_broadcast(self.tensors, self._comm, source)
 
@@ -186,12 +191,13 @@ class Turn:
     def take(self) -> None:
         """Write what was sent."""
         finish_broadcast(self._transfers)
-        for place in self._sent:
-            place.note_equal()
+        for place, buffer in self._sent:
+            place.note_equal(buffer)
 
     def dispute(self, exchange: Exchange, where: str = "", end: str = "") -> RanksDisagree:
         """Find out which buffers differ, and say so in the same words on every rank."""
-        frames = exchange("\n".join(place.line() for place in self._places).encode())
+        here = zip(self._places, self._buffers, strict=True)
+        frames = exchange("\n".join(place.line(buffer) for place, buffer in here).encode())
         everyone = [dict(line.split("\t") for line in frame.decode().split("\n")) for frame in frames]
         names = dict.fromkeys(name for told in everyone for name in told)
         odd = [line for name in names if (line := _difference(name, everyone))]
@@ -201,17 +207,21 @@ class Turn:
         )
 
 
-def _changed(places: Sequence["Place"]) -> list[bool]:
+def _changed(places: Sequence["Place"], buffers: Sequence[torch.Tensor | None]) -> list[bool]:
     """Find the buffers that changed here; those of one BatchNorm change together."""
-    visibly = [place.has_changed() for place in places]
-    moved = {place.owner_id for place, changed in zip(places, visibly, strict=True) if changed}
+    here = zip(places, buffers, strict=True)
+    changed = [place.is_busy() or place.has_changed(buffer) for place, buffer in here]
+    if all(changed):
+        return changed
+    moved = {place.owner_id for place, mark in zip(places, changed, strict=True) if mark}
     return [
-        changed or (place.keeps_figures and (place.owner_id in moved or place.is_in_training()))
-        for place, changed in zip(places, visibly, strict=True)
+        mark or (place.keeps_figures and place.owner_id in moved)
+        for place, mark in zip(places, changed, strict=True)
     ]
 
 
-def _digest(lines: Sequence[str]) -> bytes:
+@lru_cache(maxsize=64)  # they hardly ever change
+def _digest(lines: tuple[str, ...]) -> bytes:
     """Return a few bytes that stand for the names, shapes and dtypes of buffers."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_NBYTES).digest()
 
@@ -241,6 +251,7 @@ class Place:
         # The module, not the tensor: it may put another tensor under the same name.
         self._owner = weakref.ref(owner)
         self._key = key
+        self._is_scripted = not isinstance(owner._buffers, dict)
         self._is_known = False
         self._last: tuple[weakref.ref[torch.Tensor] | None, int, int] = (None, 0, 0)
         self._checksum = 0  # of what was there, on a CPU
@@ -251,7 +262,11 @@ class Place:
     def buffer(self) -> torch.Tensor | None:
         """What is there now."""
         owner = self._owner()
-        return None if owner is None else getattr(owner, self._key, None)
+        if owner is None:
+            return None
+        # Where a module keeps its buffers; to ask the module itself takes several times as long.
+        found: torch.Tensor | None = None if self._is_scripted else owner._buffers.get(self._key)
+        return getattr(owner, self._key, None) if found is None else found
 
     def is_void(self) -> bool:
         """Tell whether no rank had anything here when they were last equal, and nothing has come since."""
@@ -262,22 +277,22 @@ class Place:
         buffer = self.buffer
         return buffer is not None and not buffer.is_cpu
 
-    def is_in_training(self) -> bool:
-        """Tell whether its module is in training mode."""
+    def is_busy(self) -> bool:
+        """Tell whether its module writes it in every forward."""
+        if not self.keeps_figures:
+            return False
         owner = self._owner()
         return owner is not None and owner.training
 
-    def line(self) -> str:
-        """Write down what has to be the same on every rank."""
-        buffer = self.buffer
+    def line(self, buffer: torch.Tensor | None) -> str:
+        """Write down what has to be the same on every rank of what is there now."""
         look = None if buffer is None else (buffer.shape, buffer.dtype, buffer.is_cpu)
         if look != self._look:
             self._look, self._line = look, _line(self.name, look)
         return self._line
 
-    def has_changed(self) -> bool:
-        """Tell whether a change is to be seen since the ranks' were last equal."""
-        buffer = self.buffer
+    def has_changed(self, buffer: torch.Tensor | None) -> bool:
+        """Tell whether a change of what is there now is to be seen since the ranks' were last equal."""
         seen, version, address = self._last
         if not self._is_known:
             return True
@@ -289,10 +304,9 @@ class Place:
             return True
         return _checksum(buffer) != self._checksum
 
-    def note_equal(self) -> None:
-        """Remember what is there as the same on every rank."""
-        buffer = self.buffer
-        self._is_known, self.agreed = True, self.line()
+    def note_equal(self, buffer: torch.Tensor | None) -> None:
+        """Remember what is there now as the same on every rank."""
+        self._is_known, self.agreed = True, self.line(buffer)
         if buffer is None:
             self._last = (None, 0, 0)
         else:

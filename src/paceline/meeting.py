@@ -91,15 +91,15 @@ class Meeting:
         self._hand_to_riders(openings, present)
 
     def _hand_to_riders(self, openings: Sequence[Opening], present: Sequence[int]) -> None:
-        for rider, told in self._riders([opening.told for opening in openings]):
+        for rider, told in self._riders("opened", [opening.told for opening in openings]):
             if self._wiring.joining is None or rider.is_for_join:
                 rider.opened(self.step, told, present)
 
-    def _riders(self, told: Sequence[Sequence[bytes]]) -> Sequence[tuple[Rider, Sequence[bytes]]]:
-        """Return each rider with what every rank had it say."""
+    def _riders(self, call: str, told: Sequence[Sequence[bytes]]) -> Sequence[tuple[Rider, Sequence[bytes]]]:
+        """Return each rider that hears a call, with what every rank had it say."""
         return [
             (rider, [parts[place] if parts else b"" for parts in told])
-            for place, rider in enumerate(self._wiring.riders)
+            for place, rider in self._wiring.hearing[call]
         ]
 
     def _refuse_end(self, openings: Sequence[Opening]) -> None:
@@ -172,13 +172,15 @@ class Meeting:
     def hear(self, seconds: float | None = None) -> Tally:
         """Hear the same of them."""
         frames = self._collect(b"closing", seconds)
-        is_plain = self._closing.is_plain and frames.count(self._told) == len(frames)
-        closings = [self._closing] * len(frames) if is_plain else [Closing.unpack(frame) for frame in frames]
+        if frames.count(self._told) == len(frames):
+            closings, is_plain = [self._closing] * len(frames), self._closing.is_plain
+        else:
+            closings, is_plain = [Closing.unpack(frame) for frame in frames], False
         return Tally(closings, self._plan, self.step, self.share.counted, is_plain=is_plain)
 
     def asks_to_drop(self, tally: Tally) -> bool:
         """Let the riders judge; tell whether one wants the step to be dropped. Raises on every rank alike."""
-        told = self._riders([closing.told for closing in tally.closings])
+        told = self._riders("closed", [closing.told for closing in tally.closings])
         wishes = [rider.closed(self.step, parts) for rider, parts in told]
         return any(wishes)
 

@@ -16,6 +16,10 @@ WORTHWHILE_NBYTES = 64 * 1024  # below, the allocator's own free lists do the sa
 
 HUGE_NBYTES = 4 * 1024 * 1024  # below, declaring pages free costs more than they are worth: they are kept
 
+HUGE_PAGE_NBYTES = 2 * 1024 * 1024
+
+SPARE = 2  # a thread that moves data may hold a buffer for a moment longer, when the next step needs one
+
 _CAN_DECLARE_FREE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MAP_PRIVATE")
 
 
@@ -30,7 +34,7 @@ class Pages:
     """The memory of one flat buffer, step after step."""
 
     def __init__(self) -> None:
-        self._idle: mmap.mmap | None = None
+        self._idle: list[mmap.mmap] = []
         self._leases: dict[int, _Lease] = {}  # a tensor of the last step may still be there
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -38,8 +42,11 @@ class Pages:
         nbytes = numel * dtype.itemsize
         if nbytes < WORTHWHILE_NBYTES or not _CAN_DECLARE_FREE:
             return torch.empty(numel, dtype=dtype, device="cpu")
-        block, self._idle = self._idle, None
-        if block is None:
+        try:
+            block = self._idle.pop()
+        except IndexError:
+            if nbytes >= HUGE_NBYTES:
+                nbytes += -nbytes % HUGE_PAGE_NBYTES  # else a huge page at either end is split, or never made
             block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if nbytes >= HUGE_NBYTES:
                 with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -48,11 +55,12 @@ class Pages:
         lease = _Lease(view, self._take_back)
         lease.block = block
         self._leases[id(lease)] = lease
-        return torch.frombuffer(view, dtype=dtype)
+        return torch.frombuffer(view, dtype=dtype, count=numel)
 
     def _take_back(self, lease: "_Lease") -> None:
         """Declare the pages free. Called when the last tensor on them has died, by the thread that let go."""
         block = self._leases.pop(id(lease)).block
         if len(block) >= HUGE_NBYTES:
             block.madvise(mmap.MADV_FREE)
-        self._idle = block
+        if len(self._idle) < SPARE:
+            self._idle.append(block)

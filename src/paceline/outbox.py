@@ -104,7 +104,7 @@ class Outbox:
         )
         if self.skipped and bucket.index in self.skipped:
             return Pending(packet.flat)
-        for rider in self._wiring.riders:
+        for _, rider in self._wiring.hearing["goes_out"]:
             rider.goes_out(bucket)
         self._wiring.control.note(b"%b %d" % (self._wiring.name, bucket.index))
         self._record.hands_over()

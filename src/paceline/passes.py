@@ -286,6 +286,8 @@ class Passes(Rider):
 
     def opened(self, step: int, told: Sequence[bytes], present: Sequence[int]) -> None:
         """Refuse, on every rank, to average different passes where several run at once on some."""
+        if not any(told):
+            return
         said = {rank: told[rank].decode() for rank in present if told[rank]}
         whose = {rank: who_of(text) for rank, text in said.items()}
         refused = {rank: why for rank, text in said.items() if (why := text[1:].partition("\0")[2])}

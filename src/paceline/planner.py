@@ -129,7 +129,8 @@ class Planner:
             self.is_guess = False
             self._take(self.plan.reordered(outcome.arrival))
             return
-        self._misses.update(outcome.missing.keys())
+        if outcome.missing:
+            self._misses.update(outcome.missing.keys())
         self._backwards += 1
         if self._misses and self._backwards >= 8 and self._backwards & (self._backwards - 1) == 0:
             often = {index: count / self._backwards for index, count in self._misses.items()}

@@ -232,7 +232,7 @@ class Reducer:
         """Note that a backward starts; tell whether it is going to be reduced."""
         is_reduced = self.wants_sync
         self._local.note_backward(is_reduced=is_reduced)
-        for rider in self._wiring.riders:
+        for _, rider in self._wiring.hearing["begins"]:
             rider.begins()
         if not is_reduced:
             self.recorder.counts_local()
@@ -505,7 +505,7 @@ class Reducer:
                 act()
         trainer.runs_backward()
         self.recorder.backward_begins()
-        for rider in self._wiring.riders:
+        for _, rider in self._wiring.hearing["enters"]:
             rider.enters()
         if self.wants_sync:
             self.look_again(leaves)

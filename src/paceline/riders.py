@@ -9,7 +9,7 @@
 A rider sees the same calls with the same bytes on every rank, so what it raises is raised everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -54,3 +54,16 @@ class Rider:
 
     def dropped(self) -> None:
         """Forget what was noted in a step that did not succeed."""
+
+
+Places = Sequence[tuple[int, Rider]]  # riders with their places in what every rank tells
+
+_CALLS = [name for name, member in vars(Rider).items() if callable(member)]
+
+
+def by_call(riders: Sequence[Rider]) -> Mapping[str, Places]:
+    """Sort riders by the calls that they do something in: every backward makes all of these calls."""
+    return {
+        call: [(i, r) for i, r in enumerate(riders) if getattr(type(r), call) is not getattr(Rider, call)]
+        for call in _CALLS
+    }

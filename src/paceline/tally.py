@@ -63,7 +63,7 @@ class Tally:
     @property
     def is_stuck(self) -> bool:
         """Whether a rank has not sent everything."""
-        return any(closing.stuck for closing in self.closings)
+        return not self.is_plain and any(closing.stuck for closing in self.closings)
 
     @property
     def is_mixed_up(self) -> bool:
@@ -84,11 +84,13 @@ class Tally:
         missing = {i: tuple(rank for rank, used in holes if not used[i]) for i in self.plan.members}
         return {index: ranks for index, ranks in missing.items() if ranks}
 
-    @cached_property
+    @property
     def outcome(self) -> Outcome:
         """What there is to learn for the next backwards."""
-        if self.is_plain:
-            return NOTHING_NEW
+        return NOTHING_NEW if self.is_plain else self._outcome
+
+    @cached_property
+    def _outcome(self) -> Outcome:
         everywhere = (index for index, ranks in self.missing.items() if len(ranks) == len(self.closings))
         sparse = frozenset(index for told in self.rows for index in told)
         return Outcome(

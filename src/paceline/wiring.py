@@ -1,7 +1,7 @@
 """What every backward of one replica works with, as one value that is replaced as a whole."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,7 +13,7 @@ from paceline.buffers import BufferSync
 from paceline.comm import Comm
 from paceline.control import Control
 from paceline.hooks import Hook, average, name_of, sends_by_comm
-from paceline.riders import Rider
+from paceline.riders import Places, Rider, by_call
 
 Unused = Literal["allow", "error"]
 
@@ -68,6 +68,11 @@ class Wiring:
     def topic(self, kind: bytes) -> bytes:
         """Name a kind of frame of this replica."""
         return self.name + b"." + kind
+
+    @cached_property
+    def hearing(self) -> Mapping[str, Places]:
+        """The riders by the calls that they do something in."""
+        return by_call(self.riders)
 
     @cached_property
     def terms(self) -> list[str]:

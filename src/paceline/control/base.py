@@ -58,6 +58,8 @@ class Control(ABC):
 class SoloControl(Control):
     """A world of one talks to itself."""
 
+    is_local = True
+
     def __init__(self) -> None:
         super().__init__()
         self._frames: dict[Topic, deque[bytes]] = {}
