@@ -115,6 +115,7 @@ class SyncedBackward:
     _agreed = False
     _adds_nothing = False
     _set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
+    _unasked: Turn | None = None  # buffers that go out behind the last bucket, if all ranks have foretold it
     _counts_across = True
     _is_told_across = False
     is_dropped = False  # all ranks have agreed to go on without these gradients
@@ -200,7 +201,11 @@ class SyncedBackward:
         step, wiring = self.step, self._wiring
         told = [rider.opens(step) for rider in wiring.riders] if not failure else ()
         digest, terms = self._layout.plan.digest, wiring.terms_digest
-        opening = Opening(step, digest, terms, kind, ledger.total, stepped, told, failure, where)
+        # Between the collectives of a hook that may fail on one rank, nothing else can be sent.
+        if kind is Kind.BACKWARD and not failure and is_sure(wiring.hook) and wiring.is_counted:
+            self._unasked = self._buffers_due(is_busy=True)
+        buffers = self._unasked.foretell() if self._unasked else b""
+        opening = Opening(step, digest, terms, kind, ledger.total, stepped, told, failure, where, buffers)
         self._meeting.open(opening, ledger.unit)
 
     # ---- gradients arrive ------------------------------------------------------------------------
@@ -414,6 +419,14 @@ class SyncedBackward:
         self._find_skipped()
         while len(self._flights) < len(self._waiting):
             self._send_next()
+        self._send_unasked()
+
+    def _send_unasked(self) -> None:
+        """Send the buffers that all ranks have foretold, unless that has been done."""
+        turn = self._unasked
+        if turn is not None and self._meeting.are_buffers_foretold and not turn.is_sent:
+            turn.send_all(self._source)
+            self.record.counts(turn.tensors, turn.messages)
 
     def _forget_gradients(self) -> None:
         """Take back what a backward has computed that does not count."""
@@ -444,7 +457,7 @@ class SyncedBackward:
         if not self._adds_nothing:
             self._apart.collect(self._factor)
         self._apart.show(self._late)
-        turn = self._buffers_due()
+        turn = self._buffers_due(is_busy=False if self._meeting.are_buffers_foretold else None)
         self._meeting.tell(self._closing(turn, len(arrival)))
         if turn is None:
             self._outbox.linger()
@@ -516,12 +529,14 @@ class SyncedBackward:
         """Wait for everything that is on its way, but not for the order of arrival."""
         if tally.is_plain and turn is None:
             self._land(surely=False)
+            self._take_unasked()
             return tuple
         # What a rank sends beside its buckets is on its way before anything here can fail. But a hook in
         # torch's form may start collectives from callbacks until its buckets have landed.
         beside = self._wiring.is_counted
         order = self._send_beside(tally, turn, mine) if beside else tuple
         self._land(surely=bool(tally.failed))
+        self._take_unasked(are_dropped=bool(tally.failed))
         if not beside:
             order = self._send_beside(tally, turn, mine)
         if turn:
@@ -529,6 +544,16 @@ class SyncedBackward:
         if not tally.failed:
             self._outbox.add_late(tally.late, self._late, self._factor)
         return order
+
+    def _take_unasked(self, *, are_dropped: bool = False) -> None:
+        """Write the buffers that were sent unasked: on every rank, or on none."""
+        turn = self._unasked
+        if turn is not None and turn.is_sent:
+            self._wiring.comm.waits(self._meeting)
+            try:
+                turn.drop() if are_dropped else turn.take()
+            finally:
+                self._wiring.comm.waits(None)
 
     def _send_beside(self, tally: Tally, turn: Turn | None, mine: Sequence[int]) -> Order:
         if turn and not tally.failed:
@@ -609,6 +634,7 @@ class SyncedBackward:
                 self._outbox.catch_up(TELL_SECONDS)
             else:
                 self._land(surely=True)
+                self._take_unasked(are_dropped=True)
                 self._outbox.step_anyway(tally.outcome)
 
     def _send_empty(self) -> None:
@@ -616,6 +642,7 @@ class SyncedBackward:
         with contextlib.suppress(Exception):
             while len(self._flights) < len(self._waiting) and not self.is_out_of_step:
                 self._send_next(empty=True)
+            self._send_unasked()
 
     def _land(self, *, surely: bool) -> None:
         """Wait for the buckets. After a failure no result is used."""
@@ -637,16 +664,25 @@ class SyncedBackward:
             self._note_settled()
             raise
 
-    def _buffers_due(self) -> Turn | None:
-        """Return the turn of the buffers that are made equal at the end of this backward."""
+    def _buffers_due(self, *, is_busy: bool | None) -> Turn | None:
+        """Return the turn of the buffers that are made equal at the end of this backward.
+
+        ``is_busy`` asks only for those that are written in every forward, or only for the others.
+        """
         buffers = self._wiring.buffers
+        if buffers is None:
+            return None
         # Among ranks that may run out of batches no forward can be waited for.
         with_forward = self._wiring.joining is not None
-        return None if buffers is None else buffers.turn_after_backward(self.step, with_forward=with_forward)
+        return buffers.turn_after_backward(self.step, with_forward=with_forward, is_busy=is_busy)
+
+    @property
+    def _source(self) -> int:
+        """The rank whose buffers are taken."""
+        return (*self._meeting.share.counted, *self.active)[0]
 
     def _send_buffers(self, turn: Turn, tally: Tally) -> None:
-        source = (*self._meeting.share.counted, *self.active)[0]
-        turn.send([closing.buffers for closing in tally.closings], source)
+        turn.send([closing.buffers for closing in tally.closings], self._source)
         self.record.counts(turn.tensors, turn.messages)
 
     def _buffers_differ(self, turn: Turn) -> RanksDisagree:

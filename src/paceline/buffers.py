@@ -6,6 +6,9 @@ A turn is one time that some of them are made equal:
     send()   what changed on any rank goes out, in one message for each device
     take()   it is written
 
+What BatchNorm writes in every forward is foretold when backward opens, and goes out behind the last bucket,
+unasked. What else may have changed is told when backward closes.
+
 A change shows in the tensor's version. It does not show there if it was made through ``.data``, through NumPy
 or by a kernel that tells nobody. On a CPU the bytes are looked at, too. On a GPU that would make the host
 wait; there a module that keeps a running mean and a variance, as BatchNorm does, counts as changed while it
@@ -92,10 +95,13 @@ class BufferSync:
         """The policies under which buffers are made equal while the module is trained."""
         return {place.policy for place in self._places} - LEFT_TO_EACH_RANK
 
-    def turn_after_backward(self, step: int, *, with_forward: bool = False) -> "Turn | None":
+    def turn_after_backward(
+        self, step: int, *, with_forward: bool = False, is_busy: bool | None = None
+    ) -> "Turn | None":
         """Return the turn that is due at the end of a reduced backward, if there is one.
 
-        ``with_forward`` also takes what is due around a forward.
+        ``with_forward`` also takes what is due around a forward. ``is_busy`` takes only those that a module
+        writes in every forward, or only the others.
         """
         if not self._places:
             return None
@@ -103,6 +109,8 @@ class BufferSync:
         if self.due.is_put_off:
             due |= self.due.policies
         places = self._due(due | FORWARD if with_forward else due)
+        if is_busy is not None:
+            places = [place for place in places if place.is_busy() is is_busy]
         return Turn(places, self._comm) if places else None
 
     def sync(
@@ -151,13 +159,20 @@ class Turn:
         self.tensors: list[torch.Tensor] = []  # that are sent
         self.is_disputed = False  # the ranks' buffers have different shapes or dtypes: nothing is sent
 
+    def foretell(self) -> bytes:
+        """Return what stands for all of them, so that they can be sent without being asked for."""
+        return _digest(self._lines())
+
     def tell(self) -> bytes:
         """Return what this rank has to say; nothing, if nothing has changed here."""
         changed = _changed(self._places, self._buffers)
         if not any(changed):
             return b""
+        return _digest(self._lines()) + bytes(changed)
+
+    def _lines(self) -> tuple[str, ...]:
         here = zip(self._places, self._buffers, strict=True)
-        return _digest(tuple([place.line(buffer) for place, buffer in here])) + bytes(changed)
+        return tuple([place.line(buffer) for place, buffer in here])
 
     def send(self, told: Sequence[bytes], source: int) -> None:
         """Send what changed on any rank. ``told`` is what every rank had to say."""
@@ -188,6 +203,16 @@ class Turn:
         """How many messages the tensors travel in."""
         return len(self._transfers)
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether something is on its way, or has come."""
+        return bool(self._transfers)
+
+    def drop(self) -> None:
+        """Wait for what was sent, and leave everything as it is."""
+        for transfer in self._transfers:
+            transfer.pending.wait()
+
     def take(self) -> None:
         """Write what was sent."""
         finish_broadcast(self._transfers)
@@ -196,8 +221,7 @@ class Turn:
 
     def dispute(self, exchange: Exchange, where: str = "", end: str = "") -> RanksDisagree:
         """Find out which buffers differ, and say so in the same words on every rank."""
-        here = zip(self._places, self._buffers, strict=True)
-        frames = exchange("\n".join(place.line(buffer) for place, buffer in here).encode())
+        frames = exchange("\n".join(self._lines()).encode())
         everyone = [dict(line.split("\t") for line in frame.decode().split("\n")) for frame in frames]
         names = dict.fromkeys(name for told in everyone for name in told)
         odd = [line for name in names if (line := _difference(name, everyone))]
@@ -381,12 +405,12 @@ class Transfer:
         parts = [flatten(group).view(torch.uint8) for group in self._groups]
         self._sizes = [part.numel() for part in parts]
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._pending: Pending = comm.broadcast(packed, source)
+        self.pending: Pending = comm.broadcast(packed, source)
         self._keep = comm.rank == source
 
     def finish(self) -> None:
         """Wait, and write what came into the tensors."""
-        packed = self._pending.wait()
+        packed = self.pending.wait()
         if self._keep:
             return
         for group, part in zip(self._groups, torch.split_with_sizes(packed, self._sizes), strict=True):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-_OPENING = struct.Struct("!Q8sIBdIH")
+_OPENING = struct.Struct("!Q8sIBdI8sH")
+_NO_BUFFERS = bytes(8)
 _LENGTH = struct.Struct("!H")
 _CLOSING = struct.Struct("!?8I")
 _NO_PARTS = (0,) * 7
@@ -34,7 +35,8 @@ class Opening(NamedTuple):
 
     ``terms`` stands for what else has to be the same: the hook and its settings. ``weight`` is what this
     rank's gradients stand for, None outside of weight(). ``stepped`` counts the optimizer steps made so far.
-    ``told`` has what each rider has to say.
+    ``told`` has what each rider has to say. ``buffers`` stands for those that were written in this rank's
+    forward, as in every one, and go out unasked if all ranks say the same.
     """
 
     step: int
@@ -46,6 +48,7 @@ class Opening(NamedTuple):
     told: Sequence[bytes] = ()
     failure: str = ""
     where: str = ""  # it raised
+    buffers: bytes = b""
 
     @property
     def is_plain(self) -> bool:
@@ -55,19 +58,21 @@ class Opening(NamedTuple):
     def pack(self) -> bytes:
         weight = -1.0 if self.weight is None else self.weight
         told = _pack_all(self.told)
+        stepped = self.stepped & 0xFFFFFFFF
         head = _OPENING.pack(
-            self.step, self.digest, self.terms, self.kind, weight, self.stepped & 0xFFFFFFFF, len(told)
+            self.step, self.digest, self.terms, self.kind, weight, stepped, self.buffers, len(told)
         )
         return head + told + _encode(f"{self.where}\n{self.failure}" if self.failure else "")
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Opening":
-        step, digest, terms, kind, weight, stepped, length = _OPENING.unpack_from(frame)
+        step, digest, terms, kind, weight, stepped, buffers, length = _OPENING.unpack_from(frame)
         end = _OPENING.size + length
         told = _unpack_all(frame[_OPENING.size : end])
         where, _, failure = frame[end:].decode(errors="replace").partition("\n")
         given = None if weight < 0 else weight
-        return cls(step, digest, terms, Kind(kind), given, stepped, told, failure, where)
+        buffers = b"" if buffers == _NO_BUFFERS else buffers
+        return cls(step, digest, terms, Kind(kind), given, stepped, told, failure, where, buffers)
 
 
 class Closing(NamedTuple):

@@ -32,6 +32,7 @@ class Meeting:
         self.share = even_share(wiring.comm.size)
         self.active = self.share.counted
         self.weights: Sequence[float | None] = ()  # as given on each rank
+        self.are_buffers_foretold = False  # by every rank, the same ones
         self.is_settled = False  # nothing more is said: every rank knows why
         self._epoch = wiring.control.epoch
 
@@ -68,6 +69,7 @@ class Meeting:
     def _agree_with(self, openings: Sequence[Opening]) -> None:
         """Go on with ranks that have told the same, and nothing out of the ordinary."""
         self.weights = [None] * len(openings)
+        self.are_buffers_foretold = bool(self._opening.buffers)
         if self._wiring.riders:
             self._hand_to_riders(openings, self.active)
 
@@ -81,6 +83,8 @@ class Meeting:
             raise self._disagreement(openings)
         self._refuse_other_weights(openings)
         self.weights = [opening.weight for opening in openings]
+        foretold = {opening.buffers for opening in openings}
+        self.are_buffers_foretold = len(foretold) == 1 and foretold != {b""}
         joining, everyone = self._wiring.joining, range(self._wiring.comm.size)
         self.active = [rank for rank, opening in enumerate(openings) if opening.kind is not Kind.JOINED]
         if joining is not None and joining.early == "stop" and 0 < len(self.active) < len(everyone):
