@@ -334,7 +334,7 @@ class SyncedBackward:
         if self._sending.acquire(blocking=False):
             try:
                 while self._next_is_complete():
-                    self._send_next()
+                    self._send_next(is_complete=True)
             finally:
                 self._sending.release()
 
@@ -360,7 +360,7 @@ class SyncedBackward:
         if not self._hold:
             self._send_complete()
 
-    def _send_next(self, *, empty: bool = False) -> None:
+    def _send_next(self, *, empty: bool = False, is_complete: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
         self.agree()
         with _without_graph():
@@ -368,7 +368,8 @@ class SyncedBackward:
                 self._tree.fold(self._packets[len(self._flights)].shelf.indices, self._weight)
             factor = self._factor
             empty |= self._adds_nothing or not factor
-            self._outbox.send_next(self.seen, factor, complete=self._next_is_complete(), empty=empty)
+            complete = is_complete or self._next_is_complete()
+            self._outbox.send_next(self.seen, factor, complete=complete, empty=empty)
 
     # ---- the ranks agree -------------------------------------------------------------------------
 

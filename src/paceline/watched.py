@@ -5,7 +5,6 @@ later, its first gradient has to be noticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from paceline.torch_private import accumulator_of
 
 Named = tuple[str, torch.nn.Parameter]
 Hook = Callable[[Any, Any], None]  # called with what came into a node, and with what it made of it
-_ADDRESS = methodcaller("data_ptr")
+_ADDRESS = torch.Tensor.data_ptr  # not as a method of each: all are asked before every optimizer step
 
 
 class Watched:
