@@ -40,7 +40,7 @@ def _price_on_rank(name: str, place: Place) -> list[tuple[float, float]]:
     without_promises_on(bared.model)
     steps = [_stepper(task) for task in (kept, bared)]
     pairs = []
-    for cycle in range(place.pick(42, 4)):
+    for cycle in range(place.pick(62, 4)):
         spent = [0.0, 0.0]
         for turn in (0, 1) if cycle % 2 else (1, 0):
             dist.barrier()
