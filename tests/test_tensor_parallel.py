@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -234,3 +234,21 @@ def test_layers_without_a_bias_are_localized_and_restored() -> None:
 
     assert isinstance(model[0].weight, DTensor)
     assert model[0].bias is None
+
+
+@ranks(2)
+def test_a_sharded_model_that_was_cast_after_replicate_does_not_step_silently(rank: int) -> None:
+    mesh = mesh_of(dp=2, tp=1)
+    model = nn.Linear(4, 4)
+    for name, parameter in list(model.named_parameters()):
+        model.register_parameter(
+            name, nn.Parameter(distribute_tensor(parameter.data, mesh["tp"], [Shard(0)]))
+        )
+    paceline.replicate(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.double()
+    inputs = DTensor.from_local(torch.ones(3, 4, dtype=torch.float64), mesh["tp"], [Replicate()])
+    model(inputs).to_local().sum().backward()
+
+    with pytest.raises(paceline.UnsyncedGradients, match="cast or moved after the model was replicated"):
+        optimizer.step()

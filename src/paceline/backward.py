@@ -24,6 +24,7 @@ from paceline.across import Verdict
 from paceline.apart import Apart
 from paceline.buffers import Turn
 from paceline.errors import PacelineError, PeerLost, RanksDisagree
+from paceline.foretold import Foretold
 from paceline.frames import Closing, Kind, Opening
 from paceline.hooks import InOrder, StatefulHook, is_sure, way_of
 from paceline.landing import hook_failed
@@ -115,7 +116,6 @@ class SyncedBackward:
     _agreed = False
     _adds_nothing = False
     _set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
-    _unasked: Turn | None = None  # buffers that go out behind the last bucket, if all ranks have foretold it
     _counts_across = True
     _is_told_across = False
     is_dropped = False  # all ranks have agreed to go on without these gradients
@@ -146,6 +146,7 @@ class SyncedBackward:
         self._outbox = Outbox(wiring, layout, record, self._meeting, in_order=tree is not None)
         self._packets, self._flights = self._outbox.packets, self._outbox.flights  # the same two lists
         self._apart = Apart(wiring, layout, self._outbox)
+        self._foretold = Foretold(wiring, self._meeting, record)
         self._sending = threading.Lock()  # nobody waits for it: who comes second leaves it to the first
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
         self._round = record.step  # by which ranks with other parts know this backward
@@ -184,6 +185,7 @@ class SyncedBackward:
         in_graph: bool = False,
         hold: bool = False,
         set_back: Callable[[], None] | None = None,
+        is_alone: bool = False,
         failure: str = "",
         where: str = "",
     ) -> None:
@@ -192,6 +194,7 @@ class SyncedBackward:
         ``stepped`` counts the optimizer steps made here. ``in_graph`` says that the gradients are part of a
         graph themselves (create_graph=True), ``hold`` that nothing can be sent before the end. With
         ``set_back`` the gradients of this backward do not count: it is called before anything is sent.
+        ``is_alone`` says that this process has no other replica.
         """
         self._outbox.in_graph, self._set_back = in_graph, set_back
         self._adds_nothing = kind in NOTHING
@@ -201,10 +204,8 @@ class SyncedBackward:
         step, wiring = self.step, self._wiring
         told = [rider.opens(step) for rider in wiring.riders] if not failure else ()
         digest, terms = self._layout.plan.digest, wiring.terms_digest
-        # Between the collectives of a hook that may fail on one rank, nothing else can be sent.
-        if kind is Kind.BACKWARD and not failure and is_sure(wiring.hook) and wiring.is_counted:
-            self._unasked = self._buffers_due(is_busy=True)
-        buffers = self._unasked.foretell() if self._unasked else b""
+        foretells = is_alone and kind is Kind.BACKWARD and not failure and not self.is_pass
+        buffers = self._foretold.foretell(step) if foretells else b""
         opening = Opening(step, digest, terms, kind, ledger.total, stepped, told, failure, where, buffers)
         self._meeting.open(opening, ledger.unit)
 
@@ -420,14 +421,7 @@ class SyncedBackward:
         self._find_skipped()
         while len(self._flights) < len(self._waiting):
             self._send_next()
-        self._send_unasked()
-
-    def _send_unasked(self) -> None:
-        """Send the buffers that all ranks have foretold, unless that has been done."""
-        turn = self._unasked
-        if turn is not None and self._meeting.are_buffers_foretold and not turn.is_sent:
-            turn.send_all(self._source)
-            self.record.counts(turn.tensors, turn.messages)
+        self._foretold.send(self._source)
 
     def _forget_gradients(self) -> None:
         """Take back what a backward has computed that does not count."""
@@ -458,9 +452,10 @@ class SyncedBackward:
         if not self._adds_nothing:
             self._apart.collect(self._factor)
         self._apart.show(self._late)
-        turn = self._buffers_due(is_busy=False if self._meeting.are_buffers_foretold else None)
-        self._meeting.tell(self._closing(turn, len(arrival)))
-        if turn is None:
+        turn = self._buffers_due()
+        closing = self._closing(turn, len(arrival))
+        self._meeting.tell(closing)
+        if not closing.buffers:
             self._outbox.linger()
         tally = self._hear()
         # By now every rank has sent everything, so what follows waits for no one's computation.
@@ -528,16 +523,17 @@ class SyncedBackward:
 
     def _receive(self, tally: Tally, turn: Turn | None, mine: Sequence[int]) -> Order:
         """Wait for everything that is on its way, but not for the order of arrival."""
-        if tally.is_plain and turn is None:
+        if tally.is_plain:
             self._land(surely=False)
-            self._take_unasked()
+            self._foretold.take()
             return tuple
+        # Before others are sent: one of these may be asked for again, and comes to where it is then.
+        self._foretold.drop() if tally.failed else self._foretold.take()
         # What a rank sends beside its buckets is on its way before anything here can fail. But a hook in
         # torch's form may start collectives from callbacks until its buckets have landed.
         beside = self._wiring.is_counted
         order = self._send_beside(tally, turn, mine) if beside else tuple
         self._land(surely=bool(tally.failed))
-        self._take_unasked(are_dropped=bool(tally.failed))
         if not beside:
             order = self._send_beside(tally, turn, mine)
         if turn:
@@ -545,16 +541,6 @@ class SyncedBackward:
         if not tally.failed:
             self._outbox.add_late(tally.late, self._late, self._factor)
         return order
-
-    def _take_unasked(self, *, are_dropped: bool = False) -> None:
-        """Write the buffers that were sent unasked: on every rank, or on none."""
-        turn = self._unasked
-        if turn is not None and turn.is_sent:
-            self._wiring.comm.waits(self._meeting)
-            try:
-                turn.drop() if are_dropped else turn.take()
-            finally:
-                self._wiring.comm.waits(None)
 
     def _send_beside(self, tally: Tally, turn: Turn | None, mine: Sequence[int]) -> Order:
         if turn and not tally.failed:
@@ -628,22 +614,25 @@ class SyncedBackward:
         self._find_skipped(TELL_SECONDS, failed=True)
         with torch.no_grad():
             self._send_empty()
-            trace, stuck = self._wiring.control.trace, self.is_out_of_step
+            trace, stuck = self._wiring.control.trace, self.is_out_of_step or self._foretold.are_missing
             tally = self._close(Closing(trace, self._used(), failure=failure, stuck=stuck), TELL_SECONDS)
             self._phase = Phase.DONE
             if tally.is_stuck:
                 self._outbox.catch_up(TELL_SECONDS)
             else:
                 self._land(surely=True)
-                self._take_unasked(are_dropped=True)
+                self._foretold.drop()
                 self._outbox.step_anyway(tally.outcome)
 
     def _send_empty(self) -> None:
-        """Send what is left, empty. If the hook raises on that as well, the others hear it in the closing."""
+        """Send what is left, empty, and the buffers that the others wait for. If anything raises on that as
+        well, they hear it in the closing.
+        """
         with contextlib.suppress(Exception):
             while len(self._flights) < len(self._waiting) and not self.is_out_of_step:
                 self._send_next(empty=True)
-            self._send_unasked()
+            if not self.is_out_of_step:
+                self._foretold.send(self._source)
 
     def _land(self, *, surely: bool) -> None:
         """Wait for the buckets. After a failure no result is used."""
@@ -665,17 +654,14 @@ class SyncedBackward:
             self._note_settled()
             raise
 
-    def _buffers_due(self, *, is_busy: bool | None) -> Turn | None:
-        """Return the turn of the buffers that are made equal at the end of this backward.
-
-        ``is_busy`` asks only for those that are written in every forward, or only for the others.
-        """
+    def _buffers_due(self) -> Turn | None:
+        """Return the turn of the buffers that are made equal at the end of this backward."""
         buffers = self._wiring.buffers
         if buffers is None:
             return None
         # Among ranks that may run out of batches no forward can be waited for.
-        with_forward = self._wiring.joining is not None
-        return buffers.turn_after_backward(self.step, with_forward=with_forward, is_busy=is_busy)
+        with_forward, sent = self._wiring.joining is not None, self._foretold.turn
+        return buffers.turn_after_backward(self.step, with_forward=with_forward, beside=sent)
 
     @property
     def _source(self) -> int:

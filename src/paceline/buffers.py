@@ -6,8 +6,7 @@ A turn is one time that some of them are made equal:
     send()   what changed on any rank goes out, in one message for each device
     take()   it is written
 
-What BatchNorm writes in every forward is foretold when backward opens, and goes out behind the last bucket,
-unasked. What else may have changed is told when backward closes.
+What BatchNorm writes in every forward can go out without being asked for (see paceline.foretold).
 
 A change shows in the tensor's version. It does not show there if it was made through ``.data``, through NumPy
 or by a kernel that tells nobody. On a CPU the bytes are looked at, too. On a GPU that would make the host
@@ -20,7 +19,7 @@ import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from operator import or_
 
 import torch
@@ -96,12 +95,17 @@ class BufferSync:
         return {place.policy for place in self._places} - LEFT_TO_EACH_RANK
 
     def turn_after_backward(
-        self, step: int, *, with_forward: bool = False, is_busy: bool | None = None
+        self,
+        step: int,
+        *,
+        with_forward: bool = False,
+        is_busy: bool = False,
+        beside: "Turn | None" = None,
     ) -> "Turn | None":
         """Return the turn that is due at the end of a reduced backward, if there is one.
 
-        ``with_forward`` also takes what is due around a forward. ``is_busy`` takes only those that a module
-        writes in every forward, or only the others.
+        ``with_forward`` also takes what is due around a forward, ``is_busy`` only what modules write in every
+        forward. What has gone out with the turn ``beside`` it has not changed, unless it has since.
         """
         if not self._places:
             return None
@@ -109,9 +113,9 @@ class BufferSync:
         if self.due.is_put_off:
             due |= self.due.policies
         places = self._due(due | FORWARD if with_forward else due)
-        if is_busy is not None:
-            places = [place for place in places if place.is_busy() is is_busy]
-        return Turn(places, self._comm) if places else None
+        if is_busy:
+            places = [place for place in places if place.is_busy()]
+        return Turn(places, self._comm, beside) if places else None
 
     def sync(
         self,
@@ -150,12 +154,17 @@ class BufferSync:
 class Turn:
     """One time that some buffers are made equal."""
 
-    def __init__(self, places: Sequence["Place"], comm: Comm) -> None:
+    has_begun = False  # to send
+    is_on_its_way = False  # everything that is to be sent
+
+    def __init__(self, places: Sequence["Place"], comm: Comm, beside: "Turn | None" = None) -> None:
+        self._beside = beside
         self._places = places
         self._buffers = [place.buffer for place in places]
         self._comm = comm
         self._sent: Sequence[tuple[Place, torch.Tensor | None]] = ()
         self._transfers: list[Transfer] = []
+        self._versions: dict[int, tuple[int, int]] = {}  # what was sent of which place, and as of when
         self.tensors: list[torch.Tensor] = []  # that are sent
         self.is_disputed = False  # the ranks' buffers have different shapes or dtypes: nothing is sent
 
@@ -165,7 +174,7 @@ class Turn:
 
     def tell(self) -> bytes:
         """Return what this rank has to say; nothing, if nothing has changed here."""
-        changed = _changed(self._places, self._buffers)
+        changed = _changed(self._places, self._buffers, self._beside)
         if not any(changed):
             return b""
         return _digest(self._lines()) + bytes(changed)
@@ -189,24 +198,38 @@ class Turn:
         """Send everything, without asking."""
         self._send(b"\1" * len(self._places), source)
 
+    def send_as_foretold(self, source: int) -> None:
+        """Send all that is there by now, without asking.
+
+        Where that is of another shape or dtype than was foretold, send what was there then: the others wait
+        for so many bytes. They are going to be asked about it.
+        """
+        now = [place.buffer for place in self._places]
+        three = zip(self._places, self._buffers, now, self._lines(), strict=True)
+        self._buffers = [new if place.line(new) == line else old for place, old, new, line in three]
+        self.send_all(source)
+
+    def has_sent(self, place: "Place", buffer: torch.Tensor | None) -> bool:
+        """Tell whether what is there now is what has been sent, and has not been written since."""
+        return self._versions.get(id(place)) == (id(buffer), _version(buffer))
+
     def _send(self, marks: bytes, source: int) -> None:
         """Send what is marked."""
+        self.has_begun = True
         here = zip(self._places, self._buffers, strict=True)
         self._sent = [pair for pair, mark in zip(here, marks, strict=True) if mark]
         # A tensor may be there under several names.
         tensors = {id(buffer): buffer for _, buffer in self._sent if buffer is not None}
         self.tensors = list(tensors.values())
-        self._transfers = start_broadcast(self.tensors, self._comm, source)
+        self._versions = {id(place): (id(buffer), _version(buffer)) for place, buffer in self._sent}
+        for chunk in _to_send(self.tensors):
+            self._transfers.append(Transfer(chunk, self._comm, source))
+        self.is_on_its_way = True
 
     @property
     def messages(self) -> int:
         """How many messages the tensors travel in."""
         return len(self._transfers)
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether something is on its way, or has come."""
-        return bool(self._transfers)
 
     def drop(self) -> None:
         """Wait for what was sent, and leave everything as it is."""
@@ -231,20 +254,25 @@ class Turn:
         )
 
 
-def _changed(places: Sequence["Place"], buffers: Sequence[torch.Tensor | None]) -> list[bool]:
+def _changed(
+    places: Sequence["Place"], buffers: Sequence[torch.Tensor | None], beside: Turn | None
+) -> list[bool]:
     """Find the buffers that changed here; those of one BatchNorm change together."""
-    here = zip(places, buffers, strict=True)
-    changed = [place.is_busy() or place.has_changed(buffer) for place, buffer in here]
-    if all(changed):
-        return changed
+    here = list(zip(places, buffers, strict=True))
+    sent = [beside is not None and beside.has_sent(place, buffer) for place, buffer in here]
+    changed = [
+        not done and (place.is_busy() or place.has_changed(buffer))
+        for (place, buffer), done in zip(here, sent, strict=True)
+    ]
     moved = {place.owner_id for place, mark in zip(places, changed, strict=True) if mark}
+    if not moved:
+        return changed
     return [
-        mark or (place.keeps_figures and place.owner_id in moved)
-        for place, mark in zip(places, changed, strict=True)
+        mark or (not done and place.keeps_figures and place.owner_id in moved)
+        for place, mark, done in zip(places, changed, sent, strict=True)
     ]
 
 
-@lru_cache(maxsize=64)  # they hardly ever change
 def _digest(lines: tuple[str, ...]) -> bytes:
     """Return a few bytes that stand for the names, shapes and dtypes of buffers."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_NBYTES).digest()
@@ -334,8 +362,7 @@ class Place:
         if buffer is None:
             self._last = (None, 0, 0)
         else:
-            version = 0 if buffer.is_inference() else buffer._version
-            self._last = (weakref.ref(buffer), version, buffer.data_ptr())
+            self._last = (weakref.ref(buffer), _version(buffer), buffer.data_ptr())
             self._checksum = _checksum(buffer)
 
     def forget(self) -> None:
@@ -386,6 +413,11 @@ def _checksum(buffer: torch.Tensor) -> int:
     return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(address))
 
 
+def _version(buffer: torch.Tensor | None) -> int:
+    """Return how often a tensor was written in place, as far as that is counted."""
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
 def _line(name: str, look: Look | None) -> str:
     if look is None:
         return f"{name}\tmissing"
@@ -426,8 +458,12 @@ class Transfer:
 
 def start_broadcast(tensors: Tensors, comm: Comm, source: int = 0) -> list[Transfer]:
     """Start sending one rank's tensors to all ranks, bit for bit, whatever their dtype."""
-    parts = [part for part in local_parts(tensors) if part.numel()]
-    return [Transfer(chunk, comm, source) for chunk in _chunks(parts)]
+    return [Transfer(chunk, comm, source) for chunk in _to_send(tensors)]
+
+
+def _to_send(tensors: Tensors) -> list[list[torch.Tensor]]:
+    """Leave out what is on other ranks or empty, and group the rest into messages."""
+    return _chunks([part for part in local_parts(tensors) if part.numel()])
 
 
 def finish_broadcast(transfers: list[Transfer]) -> None:

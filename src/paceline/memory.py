@@ -60,7 +60,8 @@ class Pages:
     def _take_back(self, lease: "_Lease") -> None:
         """Declare the pages free. Called when the last tensor on them has died, by the thread that let go."""
         block = self._leases.pop(id(lease)).block
+        if len(self._idle) >= SPARE:
+            return
         if len(block) >= HUGE_NBYTES:
             block.madvise(mmap.MADV_FREE)
-        if len(self._idle) < SPARE:
-            self._idle.append(block)
+        self._idle.append(block)

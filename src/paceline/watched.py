@@ -5,6 +5,7 @@ later, its first gradient has to be noticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from paceline.torch_private import accumulator_of
 
 Named = tuple[str, torch.nn.Parameter]
 Hook = Callable[[Any, Any], None]  # called with what came into a node, and with what it made of it
-_ADDRESS = torch.Tensor.data_ptr  # not as a method of each: all are asked before every optimizer step
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class Watched:
@@ -30,6 +31,9 @@ class Watched:
             known[id(p)] if id(p) in known else leaf_of(p, name) for name, p in named
         ]
         self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
+        # All are asked before every optimizer step: not as a method of each, but where some have their own.
+        are_plain = all(type(leaf).data_ptr is _ADDRESS for leaf in self.leaves)
+        self._address_of: Callable[[Any], int] = _ADDRESS if are_plain else methodcaller("data_ptr")
         self._addresses = self._addresses_now()
         # The nodes are kept because the hooks live and die with them.
         self._nodes = [accumulator_of(parameter) for parameter in self.parameters]
@@ -72,7 +76,7 @@ class Watched:
         return moved
 
     def _addresses_now(self) -> list[int]:
-        return list(map(_ADDRESS, self.leaves))
+        return list(map(self._address_of, self.leaves))
 
 
 def _settling(leaf: Part, hook: Hook) -> Hook:

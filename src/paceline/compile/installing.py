@@ -25,6 +25,7 @@ TALKING = (
     "control",
     "finite",
     "hub",
+    "foretold",
     "meeting",
     "norms",
     "outbox",

@@ -143,6 +143,10 @@ class _EngineWatch(Sentry[Any]):
         listeners = self._items.here()
         return sorted(listeners, key=BY_NAME) if len(listeners) > 1 else listeners
 
+    def has_one_listener(self) -> bool:
+        """Tell whether nobody else listens at this place."""
+        return len(self._items.here()) == 1
+
     @staticmethod
     def inside() -> bool:
         """Tell whether this thread is inside a backward."""
