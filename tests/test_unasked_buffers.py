@@ -38,7 +38,7 @@ class Story:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
-        self._note(monkeypatch, Turn, "_send", "buffers go out")
+        self._note(monkeypatch, Turn, "_start", "buffers go out")
         self._note(monkeypatch, Meeting, "hear", "the others are heard")
         self._note(monkeypatch, Turn, "take", "buffers are written")
         self._note(monkeypatch, Turn, "drop", "buffers are dropped")
@@ -313,3 +313,45 @@ def test_what_an_opening_says_of_buffers_survives_packing() -> None:
     for foretold in (b"", b"12345678"):
         opening = Opening(3, b"abcdefgh", 5, Kind.BACKWARD, None, 2, (b"x",), buffers=foretold)
         assert Opening.unpack(opening.pack()) == opening
+
+
+@ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_buffer_that_gets_another_shape_in_the_middle_of_backward_is_named_on_all(
+    rank: int, odd: int
+) -> None:
+    model = paceline.replicate(model_with_batch_norm())
+    for step in range(3):
+        loss = model(batch(rank, step)).sum()
+        if step != 1:
+            loss.backward()
+            assert figures(model)[0] == figures(model)[1]
+            continue
+        mean = model[1].running_mean.clone()
+        if rank == odd:
+            model[0].weight.register_hook(lambda _: setattr(model[1].running_mean, "data", torch.zeros(5)))
+        with pytest.raises(paceline.RanksDisagree, match="different buffers: 1.running_mean"):
+            loss.backward()
+        model[0].weight._backward_hooks = None
+        model[1].running_mean.data = mean
+        model.zero_grad()
+
+
+@ranks(2)
+def test_a_buffer_that_no_longer_shares_memory_in_the_middle_of_backward_is_asked_about(rank: int) -> None:
+    model = nn.Sequential(model_with_batch_norm(), nn.Linear(2, 4), model_with_batch_norm())
+    first, second = model[0][1], model[2][1]
+    second.running_mean = first.running_mean
+    paceline.replicate(model)
+    for step in range(3):
+        loss = model(batch(rank, step)).sum()
+        if step == 1:
+
+            def part(_gradient: torch.Tensor) -> None:
+                second.running_mean = second.running_mean + 1
+
+            model[0][0].weight.register_hook(part)
+        loss.backward()
+        model[0][0].weight._backward_hooks = None
+        model.zero_grad()
+        assert figures(model)[0] == figures(model)[1]

@@ -421,7 +421,7 @@ class SyncedBackward:
         self._find_skipped()
         while len(self._flights) < len(self._waiting):
             self._send_next()
-        self._foretold.send(self._source)
+        self._foretold.send()
 
     def _forget_gradients(self) -> None:
         """Take back what a backward has computed that does not count."""
@@ -632,7 +632,7 @@ class SyncedBackward:
             while len(self._flights) < len(self._waiting) and not self.is_out_of_step:
                 self._send_next(empty=True)
             if not self.is_out_of_step:
-                self._foretold.send(self._source)
+                self._foretold.send()
 
     def _land(self, *, surely: bool) -> None:
         """Wait for the buckets. After a failure no result is used."""
@@ -663,13 +663,8 @@ class SyncedBackward:
         with_forward, sent = self._wiring.joining is not None, self._foretold.turn
         return buffers.turn_after_backward(self.step, with_forward=with_forward, beside=sent)
 
-    @property
-    def _source(self) -> int:
-        """The rank whose buffers are taken."""
-        return (*self._meeting.share.counted, *self.active)[0]
-
     def _send_buffers(self, turn: Turn, tally: Tally) -> None:
-        turn.send([closing.buffers for closing in tally.closings], self._source)
+        turn.send([closing.buffers for closing in tally.closings], self._meeting.source)
         self.record.counts(turn.tensors, turn.messages)
 
     def _buffers_differ(self, turn: Turn) -> RanksDisagree:

@@ -38,6 +38,7 @@ CHUNK_NBYTES = 64 * 1024 * 1024
 DIGEST_NBYTES = 8
 
 Look = tuple[torch.Size, torch.dtype, bool]  # shape, dtype, and whether it is on the CPU
+Form = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class BufferSync:
@@ -165,12 +166,18 @@ class Turn:
         self._sent: Sequence[tuple[Place, torch.Tensor | None]] = ()
         self._transfers: list[Transfer] = []
         self._versions: dict[int, tuple[int, int]] = {}  # what was sent of which place, and as of when
+        self._told: Sequence[str] = ()  # what was foretold: the lines,
+        self._forms: Sequence[Form | None] = ()  # the tensors,
+        self._firsts: Sequence[int] = ()  # and, for each, the first place that holds the same one
         self.tensors: list[torch.Tensor] = []  # that are sent
         self.is_disputed = False  # the ranks' buffers have different shapes or dtypes: nothing is sent
 
     def foretell(self) -> bytes:
-        """Return what stands for all of them, so that they can be sent without being asked for."""
-        return _digest(self._lines())
+        """Return what stands for all of them, and for which are one tensor: all that a rank has to expect."""
+        self._told = self._lines()
+        self._forms = [None if b is None else (b.shape, b.dtype, b.device) for b in self._buffers]
+        self._firsts = _firsts(self._buffers)
+        return _digest((*self._told, *map(str, self._firsts)))
 
     def tell(self) -> bytes:
         """Return what this rank has to say; nothing, if nothing has changed here."""
@@ -199,15 +206,18 @@ class Turn:
         self._send(b"\1" * len(self._places), source)
 
     def send_as_foretold(self, source: int) -> None:
-        """Send all that is there by now, without asking.
-
-        Where that is of another shape or dtype than was foretold, send what was there then: the others wait
-        for so many bytes. They are going to be asked about it.
+        """Send all that is there by now, without asking: of the sizes that were foretold, whatever has become
+        of it, because the others wait for so many bytes. They are asked about what does not fit.
         """
-        now = [place.buffer for place in self._places]
-        three = zip(self._places, self._buffers, now, self._lines(), strict=True)
-        self._buffers = [new if place.line(new) == line else old for place, old, new, line in three]
-        self.send_all(source)
+        known = zip(self._places, self._buffers, self._told, self._forms, strict=True)
+        fitting = [_fitting(place, old, line, form) for place, old, line, form in known]
+        self._sent = [
+            (place, fitting[i])
+            for i, place in enumerate(self._places)
+            if fitting[i] is fitting[self._firsts[i]]  # else it was foretold as another place's, and is not
+        ]
+        alone = [tensor for i, tensor in enumerate(fitting) if self._firsts[i] == i]
+        self._start([tensor for tensor in alone if tensor is not None], source)
 
     def has_sent(self, place: "Place", buffer: torch.Tensor | None) -> bool:
         """Tell whether what is there now is what has been sent, and has not been written since."""
@@ -215,12 +225,14 @@ class Turn:
 
     def _send(self, marks: bytes, source: int) -> None:
         """Send what is marked."""
-        self.has_begun = True
         here = zip(self._places, self._buffers, strict=True)
         self._sent = [pair for pair, mark in zip(here, marks, strict=True) if mark]
         # A tensor may be there under several names.
         tensors = {id(buffer): buffer for _, buffer in self._sent if buffer is not None}
-        self.tensors = list(tensors.values())
+        self._start(list(tensors.values()), source)
+
+    def _start(self, tensors: list[torch.Tensor], source: int) -> None:
+        self.has_begun, self.tensors = True, tensors
         self._versions = {id(place): (id(buffer), _version(buffer)) for place, buffer in self._sent}
         for chunk in _to_send(self.tensors):
             self._transfers.append(Transfer(chunk, self._comm, source))
@@ -252,6 +264,24 @@ class Turn:
             f"{where}the ranks hold different buffers: {name_some(odd)}. Change a buffer's shape or dtype on "
             f'every rank at the same point, or leave it to each rank with the policy "never".{end}'
         )
+
+
+def _fitting(
+    place: "Place", before: torch.Tensor | None, line: str, form: Form | None
+) -> torch.Tensor | None:
+    """Return what is there by now if it is as foretold, else what was there; else something of that size."""
+    for tensor in (place.buffer, before):
+        if place.line(tensor) == line:
+            return tensor
+    assert form is not None  # what was missing fits itself
+    shape, dtype, device = form
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _firsts(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """For each tensor, find the first place of the same one."""
+    first: dict[int, int] = {}
+    return [i if tensor is None else first.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
 
 
 def _changed(

@@ -47,10 +47,10 @@ class Foretold:
         """Whether the others wait for something that has not been sent here."""
         return self.are_due and self.turn is not None and not self.turn.is_on_its_way
 
-    def send(self, source: int) -> None:
+    def send(self) -> None:
         """Send them, once, if they are due."""
         if self.are_due and self.turn is not None and not self.turn.has_begun:
-            self.turn.send_as_foretold(source)
+            self.turn.send_as_foretold(self._meeting.source)
             self._record.counts(self.turn.tensors, self.turn.messages)
 
     def take(self) -> None:

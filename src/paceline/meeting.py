@@ -168,6 +168,11 @@ class Meeting:
 
     # ---- after the last bucket -------------------------------------------------------------------
 
+    @property
+    def source(self) -> int:
+        """The rank whose buffers are taken."""
+        return (*self.share.counted, *self.active)[0]
+
     def tell(self, closing: Closing) -> None:
         """Tell the others what was used here, or what went wrong. Does not wait for them."""
         self._closing, self._told = closing, closing.pack()

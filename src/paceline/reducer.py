@@ -273,7 +273,7 @@ class Reducer:
                 in_graph=in_graph,
                 hold=hold,
                 set_back=None if self._local.counts else self._local.set_back,
-                is_alone=engine_watch.has_one_listener(),
+                is_alone=engine_watch.is_alone(self),
                 failure=failure,
                 where=where,
             )

@@ -143,9 +143,9 @@ class _EngineWatch(Sentry[Any]):
         listeners = self._items.here()
         return sorted(listeners, key=BY_NAME) if len(listeners) > 1 else listeners
 
-    def has_one_listener(self) -> bool:
-        """Tell whether nobody else listens at this place."""
-        return len(self._items.here()) == 1
+    def is_alone(self, listener: BackwardListener) -> bool:
+        """Tell whether nobody else listens at a listener's place."""
+        return self._items.count_beside(listener) == 0
 
     @staticmethod
     def inside() -> bool:
