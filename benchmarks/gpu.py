@@ -31,6 +31,7 @@ if not __package__:  # run as a file: look for modules in the repository, not in
 import paceline
 from benchmarks.cycles import Estimate, estimate, exactly
 from benchmarks.gpu_checks import check_gradients
+from benchmarks.gpu_floor import floored
 from benchmarks.gpu_price import measure_price, measure_waits
 from benchmarks.gpu_tasks import Place, Task, gpt, many, resnet50
 from benchmarks.ranks import say
@@ -63,6 +64,7 @@ def variants(place: Place, *, more: bool = False) -> dict[str, Wrap]:
     if more:
         wraps["torch DDP, views, static, no buffers"] = with_torch(**NO_BUFFERS)
         wraps["paceline's DDP"] = lambda model: paceline.DistributedDataParallel(model, device_ids=ids)
+        wraps["floor"] = floored
     return wraps
 
 
