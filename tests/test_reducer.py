@@ -758,8 +758,8 @@ def test_a_bucket_that_is_being_sent_is_not_sent_again_by_another_thread(rank: i
     backward._waiting = [0] * len(backward._waiting)
     sent: list[int] = []
 
-    def send_next(*, is_complete: bool) -> None:
-        assert is_complete
+    def send_next(*, complete: bool) -> None:
+        assert complete
         sent.append(len(backward._flights))
         backward.hurry()  # another replica's first gradient comes meanwhile
         backward._flights.append(mock.Mock())

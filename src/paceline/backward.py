@@ -335,7 +335,7 @@ class SyncedBackward:
         if self._sending.acquire(blocking=False):
             try:
                 while self._next_is_complete():
-                    self._send_next(is_complete=True)
+                    self._send_next(complete=True)
             finally:
                 self._sending.release()
 
@@ -361,7 +361,7 @@ class SyncedBackward:
         if not self._hold:
             self._send_complete()
 
-    def _send_next(self, *, empty: bool = False, is_complete: bool = False) -> None:
+    def _send_next(self, *, empty: bool = False, complete: bool = False) -> None:
         """Send the next bucket of the plan; an empty one matches the others' collectives after a failure."""
         self.agree()
         with _without_graph():
@@ -369,7 +369,7 @@ class SyncedBackward:
                 self._tree.fold(self._packets[len(self._flights)].shelf.indices, self._weight)
             factor = self._factor
             empty |= self._adds_nothing or not factor
-            complete = is_complete or self._next_is_complete()
+            complete = complete or self._next_is_complete()
             self._outbox.send_next(self.seen, factor, complete=complete, empty=empty)
 
     # ---- the ranks agree -------------------------------------------------------------------------
@@ -452,7 +452,7 @@ class SyncedBackward:
         if not self._adds_nothing:
             self._apart.collect(self._factor)
         self._apart.show(self._late)
-        turn = self._buffers_due()
+        turn = self._foretold.rest(self.step)
         closing = self._closing(turn, len(arrival))
         self._meeting.tell(closing)
         if not closing.buffers:
@@ -653,15 +653,6 @@ class SyncedBackward:
         except BaseException:
             self._note_settled()
             raise
-
-    def _buffers_due(self) -> Turn | None:
-        """Return the turn of the buffers that are made equal at the end of this backward."""
-        buffers = self._wiring.buffers
-        if buffers is None:
-            return None
-        # Among ranks that may run out of batches no forward can be waited for.
-        with_forward, sent = self._wiring.joining is not None, self._foretold.turn
-        return buffers.turn_after_backward(self.step, with_forward=with_forward, beside=sent)
 
     def _send_buffers(self, turn: Turn, tally: Tally) -> None:
         turn.send([closing.buffers for closing in tally.closings], self._meeting.source)

@@ -2,7 +2,7 @@
 
     opening   every rank says, by a digest, which ones it has        foretell()
     the end   if all have said the same, they go out                 send()
-    closing   what has changed since is asked about, like the rest   ``turn`` goes into that one
+    closing   what has changed since is asked about, like the rest   rest()
     landed    they are written on every rank, or on none             take(), drop()
 
 Only where all ranks send in one order whatever happens: the hook cannot fail on one rank alone, and no other
@@ -29,13 +29,23 @@ class Foretold:
 
     def foretell(self, step: int) -> bytes:
         """Find out which they are, and return what stands for them; nothing, if there are none."""
-        buffers, hook = self._wiring.buffers, self._wiring.hook
         # A hook in torch's form may start collectives from callbacks, in whatever order.
-        if buffers is None or not is_sure(hook) or not self._wiring.is_counted:
-            return b""
-        with_forward = self._wiring.joining is not None
-        self.turn = buffers.turn_after_backward(step, with_forward=with_forward, is_busy=True)
+        if is_sure(self._wiring.hook) and self._wiring.is_counted:
+            self.turn = self._due(step, is_busy=True)
         return self.turn.foretell() if self.turn else b""
+
+    def rest(self, step: int) -> Turn | None:
+        """Return the turn in which the ranks ask each other: of all buffers, but for what has been sent."""
+        return self._due(step, beside=self.turn)
+
+    def _due(self, step: int, *, is_busy: bool = False, beside: Turn | None = None) -> Turn | None:
+        if self._wiring.buffers is None:
+            return None
+        # Among ranks that may run out of batches no forward can be waited for.
+        with_forward = self._wiring.joining is not None
+        return self._wiring.buffers.turn_after_backward(
+            step, with_forward=with_forward, is_busy=is_busy, beside=beside
+        )
 
     @property
     def are_due(self) -> bool:

@@ -95,9 +95,9 @@ class ByPlace(Generic[T]):
         """Return the items of this thread's place."""
         return self._at(here())
 
-    def count_beside(self, item: T) -> int:
-        """Count the others at an item's place, whatever thread asks."""
-        return next((len(found) - 1 for place in list(self._places) if item in (found := self._at(place))), 0)
+    def at(self, place: Place) -> list[T]:
+        """Return the items of a place, whatever thread asks."""
+        return self._at(place)
 
     def _at(self, place: Place, without: T | None = None) -> list[T]:
         found = [ref() for ref in place.items.get(self, ())]

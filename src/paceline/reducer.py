@@ -30,6 +30,7 @@ from paceline.hooks import Hook, StatefulHook, name_of, way_of
 from paceline.local import LocalGradients
 from paceline.pass_gate import PassGate
 from paceline.passes import Pass, Passes, Stage, who_of
+from paceline.places import here
 from paceline.plan import Caps, Plan, Wishes
 from paceline.planner import Planner
 from paceline.recorder import Recorder
@@ -85,6 +86,7 @@ class Reducer:
         self._caps = caps
         self.watch = 0  # counts how often other parameters were watched
         self._watch()
+        self._place = here()
         engine_watch.add(self)
         pass_watch.add(self.gate)
 
@@ -273,7 +275,7 @@ class Reducer:
                 in_graph=in_graph,
                 hold=hold,
                 set_back=None if self._local.counts else self._local.set_back,
-                is_alone=engine_watch.is_alone(self),
+                is_alone=engine_watch.has_one_listener(self._place),
                 failure=failure,
                 where=where,
             )

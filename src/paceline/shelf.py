@@ -404,7 +404,7 @@ class Packet:
 
     def _put(self, view: torch.Tensor, gradient: torch.Tensor) -> None:
         if self.scale == 1:
-            torch.cat((gradient,), out=view)  # copies as memcpy does: 256 KB in two thirds of copy_()'s time
+            torch.cat((gradient,), out=view)  # as memcpy does: quicker than copy_() into a slot out of the cache
         else:
             torch.mul(gradient, self._factor, out=view)
 

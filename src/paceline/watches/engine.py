@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.places import Sentry, here
+from paceline.places import Place, Sentry, here
 from paceline.torch_private import (
     call_when_backward_ends,
     compiled_autograd,
@@ -143,9 +143,9 @@ class _EngineWatch(Sentry[Any]):
         listeners = self._items.here()
         return sorted(listeners, key=BY_NAME) if len(listeners) > 1 else listeners
 
-    def is_alone(self, listener: BackwardListener) -> bool:
-        """Tell whether nobody else listens at a listener's place."""
-        return self._items.count_beside(listener) == 0
+    def has_one_listener(self, place: Place) -> bool:
+        """Tell whether nobody but one listens at a place, whatever thread asks."""
+        return len(self._items.at(place)) == 1
 
     @staticmethod
     def inside() -> bool:
