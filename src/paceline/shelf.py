@@ -404,7 +404,7 @@ class Packet:
 
     def _put(self, view: torch.Tensor, gradient: torch.Tensor) -> None:
         if self.scale == 1:
-            torch.cat((gradient,), out=view)  # as memcpy does: quicker than copy_() into a slot out of the cache
+            torch.cat((gradient,), out=view)  # as memcpy: quicker than copy_() into a cold slot
         else:
             torch.mul(gradient, self._factor, out=view)
 
