@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.backward import SyncedBackward
+from paceline.meeting import Meeting
 from paceline.testing import ranks
 
 SIZE = 2
+ARRIVED, WITHIN = SyncedBackward.arrived, Meeting.completes_within
 
 
 def mlp() -> nn.Module:
@@ -768,3 +770,46 @@ def test_a_bucket_that_is_being_sent_is_not_sent_again_by_another_thread(rank: i
         backward.hurry()
 
     assert sent == list(range(len(backward._waiting)))
+
+
+def sent_when_they_came(rank: int, lateness: float) -> list[tuple[int, int]]:
+    """Run a backward for which rank 1 is late, as on a GPU.
+
+    Return, for each gradient, the buckets that were complete then, and those that were out.
+    """
+    model = Wandering()
+    alone = copy.deepcopy(model)
+    paceline.replicate(model, bucket_mb=0.002)
+    for _ in range(3):  # the buckets follow the order of arrival then
+        assert_step_is_that_of_one_process(model, alone, rank)
+    paceline.replica(model).reducer._planner.layout.is_on_gpu = True
+    counts: list[tuple[int, int]] = []
+
+    def spy(self: SyncedBackward, parameter: int) -> None:
+        ARRIVED(self, parameter)
+        counts.append((self._waiting.count(0), len(self._flights)))
+
+    with mock.patch.object(SyncedBackward, "arrived", spy):
+        time.sleep(lateness * rank)
+        assert_step_is_that_of_one_process(model, alone, rank)
+    return counts
+
+
+@ranks(2)
+def test_on_a_gpu_a_rank_that_is_a_moment_ahead_does_not_put_its_first_bucket_off(rank: int) -> None:
+    with mock.patch("paceline.backward.MOMENT_SECONDS", 60):
+        counts = sent_when_they_came(rank, 0.3)
+
+    assert len(counts) > 4
+    assert [out for _, out in counts] == [complete for complete, _ in counts]
+
+
+@ranks(2)
+def test_on_a_gpu_a_rank_that_is_far_ahead_waits_once_and_then_goes_on_computing(rank: int) -> None:
+    with mock.patch.object(Meeting, "completes_within", autospec=True, side_effect=WITHIN) as waits:
+        counts = sent_when_they_came(rank, 0.6)
+
+    assert waits.call_count == 1
+    if rank == 0:
+        assert counts[-1][0] > 1
+        assert {out for _, out in counts} == {0}

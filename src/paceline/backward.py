@@ -39,6 +39,7 @@ from paceline.weights import NOTHING, Ledger
 from paceline.wiring import Wiring
 
 TELL_SECONDS = 60.0  # how long a rank that has failed waits for the others to hear of it
+MOMENT_SECONDS = 0.02  # a rank on a GPU waits so long, once, before it puts a bucket off
 
 
 Order = Callable[[], Sequence[int]]  # waits for the order in which gradients arrived on one rank
@@ -149,6 +150,7 @@ class SyncedBackward:
         self._foretold = Foretold(wiring, self._meeting, record)
         self._sending = threading.Lock()  # nobody waits for it: who comes second leaves it to the first
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
+        self._may_wait = layout.is_on_gpu
         self._round = record.step  # by which ranks with other parts know this backward
 
     @property
@@ -236,6 +238,18 @@ class SyncedBackward:
             waiting[place] -= 1
         if following < len(waiting) and not waiting[following]:
             self._send_complete()
+
+    def _have_others_opened(self) -> bool:
+        """Tell whether the next bucket can go out. A rank that is ahead goes on computing until it can.
+
+        On a GPU it waits a moment first: the host is ahead of the GPU anyway, and the copy of a bucket that
+        is put off comes behind all that is launched meanwhile. But not for long: another backward, of another
+        thread, may have to use the thread that waits here.
+        """
+        if not self._may_wait:
+            return self._meeting.is_complete
+        self._may_wait = False
+        return self._meeting.completes_within(MOMENT_SECONDS)
 
     def _next_is_complete(self) -> bool:
         """Tell whether every gradient of the next bucket is there."""
@@ -328,8 +342,7 @@ class SyncedBackward:
         """Send what is complete. In plan order, never in arrival order: two ranks that start the same two
         buckets in different orders wait for each other forever.
         """
-        # A rank that is ahead goes on computing until the others have opened, too.
-        if not self._next_is_complete() or not (self._agreed or self._hurries or self._meeting.is_complete):
+        if not self._next_is_complete() or not (self._agreed or self._hurries or self._have_others_opened()):
             return
         # Several device threads may be here at once; one of them sends.
         if self._sending.acquire(blocking=False):

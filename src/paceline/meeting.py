@@ -1,5 +1,6 @@
 """What the ranks tell each other around one backward: before its first bucket, and after its last."""
 
+import time
 from collections.abc import Sequence
 
 from paceline.errors import RanksDisagree, name_ranks, name_some
@@ -10,6 +11,8 @@ from paceline.riders import Rider
 from paceline.tally import Tally, exhausted, peer_failed
 from paceline.weights import even_share, share_of
 from paceline.wiring import Wiring
+
+PAUSE_SECONDS = 1e-4
 
 
 class Meeting:
@@ -47,6 +50,14 @@ class Meeting:
     def is_complete(self) -> bool:
         """Whether every rank has opened."""
         return self._wiring.control.ready(self._wiring.topic(b"opening"))
+
+    def completes_within(self, seconds: float) -> bool:
+        """Wait until every rank has opened, but not for long; tell whether they have."""
+        since, until = self._record.waits(), time.monotonic() + seconds
+        while not self.is_complete and time.monotonic() < until:
+            time.sleep(PAUSE_SECONDS)
+        self._record.has_waited(since)
+        return self.is_complete
 
     def agree(self, seconds: float | None = None) -> None:
         """Wait for everybody's opening. Nothing is added up unless all are at the same step with the same

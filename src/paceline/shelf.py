@@ -163,6 +163,7 @@ class Layout:
         self.plan = plan
         self.parameters = parameters
         self.shelves = [Shelf(plan, bucket, parameters) for bucket in plan.buckets]
+        self.is_on_gpu = not all(shelf.on_cpu for shelf in self.shelves)
         self.counts = [len(shelf.indices) for shelf in self.shelves]
         # For each parameter: its bucket, and its position there if it is to be copied as soon as it arrives.
         self.route = {
