@@ -12,7 +12,8 @@ from benchmarks.cycles import estimate, exactly
 from benchmarks.gpu_tasks import Place, Task, gpt, many
 from benchmarks.ranks import on_ranks, say
 from benchmarks.table import Row
-from benchmarks.variants import without_control, without_promises_on
+from benchmarks.variants import guarded, without_promises
+from paceline.guard import guard
 
 TASKS: dict[str, Callable[[Place], Task]] = {"GPT 163 M": gpt, "1,000 small tensors": many}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -35,10 +36,10 @@ def _price_row(name: str, place: Place) -> Row:
 def _price_on_rank(name: str, place: Place) -> list[tuple[float, float]]:
     if place.on_gpu:
         torch.cuda.set_device(place.device)
-    kept, bared = (TASKS[name](place) for _ in range(2))
-    paceline.replicate(kept.model)
-    without_promises_on(bared.model)
-    steps = [_stepper(task) for task in (kept, bared)]
+    task = TASKS[name](place)
+    reducer = paceline.replica(paceline.replicate(task.model)).reducer
+    guard.remove(reducer)
+    step, turns = _stepper(task), [lambda: guarded(reducer), lambda: without_promises(task.model)]
     pairs = []
     for cycle in range(place.pick(62, 4)):
         spent = [0.0, 0.0]
@@ -46,12 +47,9 @@ def _price_on_rank(name: str, place: Place) -> list[tuple[float, float]]:
             dist.barrier()
             place.wait()
             start = time.perf_counter()
-            for _ in range(place.pick(3, 1)):
-                if turn:
-                    with without_control():
-                        steps[turn]()
-                else:
-                    steps[turn]()
+            with turns[turn]():
+                for _ in range(place.pick(3, 1)):
+                    step()
             place.wait()
             spent[turn] = (time.perf_counter() - start) / place.pick(3, 1)
         pairs.append((spent[0], spent[1]))

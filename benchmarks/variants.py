@@ -1,5 +1,6 @@
 """The ways to run a step: bare, with torch's DDP, with paceline, and with paceline less one promise."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from benchmarks.cycles import Variant
 from benchmarks.models import Task
 from paceline.control import SocketControl
 from paceline.guard import guard
+from paceline.loaders import SameBatch
 
 TORCH_FLAGS: dict[str, dict[str, bool]] = {
     "torch DDP": {},
@@ -39,33 +41,47 @@ def ours(task: Task, name: str = "paceline") -> Variant:
     return Variant(name, training_step(task, model), lambda: guarded(reducer))
 
 
-def without_guard(task: Task) -> Variant:
-    return Variant("no guard", training_step(task, paceline.replicate(task.model, guard=False)))
+def with_and_without(task: Task) -> list[Variant]:
+    """Replicate with the defaults, and take promises away in turns, of one and the same model.
 
-
-def without_frames(task: Task) -> Variant:
-    """Leave out the control frames: each rank takes its own frame for everybody's."""
-    with_frames = ours(task)
+    Of two models the memory lies differently: a few percent, longer than the price of any promise.
+    """
+    model = paceline.replicate(task.model)
+    reducer = paceline.replica(model).reducer
+    guard.remove(reducer)
+    step = training_step(task, model)
 
     @contextmanager
-    def active() -> Iterator[None]:
-        with with_frames.active(), without_control():
+    def without_frames() -> Iterator[None]:
+        with guarded(reducer), without_control():
             yield
 
-    return Variant("no frames", with_frames.step, active)
+    return [
+        Variant("paceline", step, lambda: guarded(reducer)),
+        Variant("no guard", step),
+        Variant("no frames", step, without_frames),
+        Variant("no promises", step, lambda: without_promises(model)),
+    ]
 
 
-def without_promises(task: Task) -> Variant:
-    """Leave out everything that is compared, watched and guarded by default."""
-    return Variant("no promises", training_step(task, without_promises_on(task.model)), without_control)
-
-
-def without_promises_on(model: nn.Module) -> nn.Module:
-    """Replicate a model with all that can be taken off taken off."""
-    paceline.replicate(model, guard=False, loader_check=False)
-    for handle in paceline.replica(model)._forward_handles:
-        handle.remove()
-    return model
+@contextmanager
+def without_promises(model: nn.Module) -> Iterator[None]:
+    """Leave out everything that is compared and watched by default. The guard has to be down already."""
+    reducer: Any = paceline.replica(model).reducer
+    wiring = reducer.wiring
+    riders = [rider for rider in wiring.riders if not isinstance(rider, SameBatch)]
+    hooks = (model._forward_pre_hooks, model._forward_hooks)
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    reducer._wiring = dataclasses.replace(wiring, riders=riders)
+    try:
+        with without_control():
+            yield
+    finally:
+        reducer._wiring = wiring
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
 
 
 def training_step(task: Task, model: nn.Module) -> Callable[[], None]:

@@ -119,6 +119,7 @@ class SyncedBackward:
     _set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
     _counts_across = True
     _is_told_across = False
+    _has_sent_all = False
     is_dropped = False  # all ranks have agreed to go on without these gradients
 
     def __init__(
@@ -428,6 +429,8 @@ class SyncedBackward:
 
     def send_rest(self) -> None:
         """Send the buckets that have not gone out, with zeros in the slots that got no gradient."""
+        if self._has_sent_all:
+            return
         self.record.has_computed()
         self._forget_gradients()
         self.agree()
@@ -435,6 +438,7 @@ class SyncedBackward:
         while len(self._flights) < len(self._waiting):
             self._send_next()
         self._foretold.send()
+        self._has_sent_all = True
 
     def _forget_gradients(self) -> None:
         """Take back what a backward has computed that does not count."""

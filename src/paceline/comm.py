@@ -59,11 +59,15 @@ class Pending:
     def linger(self) -> bool:
         """Sleep until the collective has ended, but not for long; tell whether it has. ``wait()`` tells how.
 
-        Returns at once where the stream waits, and not the host.
+        Returns at once where the stream waits, and not the host: there even to ask costs the host some time.
         """
         work = self._work
-        if work is None or self._patience is None or not self._tensor.is_cpu or work.is_completed():
-            return self.is_done()
+        if work is None:
+            return True
+        if self._patience is None or not self._tensor.is_cpu:
+            return False
+        if work.is_completed():
+            return True
         try:
             work.wait(LINGER)
         except RuntimeError:  # not yet, or broken

@@ -59,7 +59,10 @@ def linger(flights: Sequence[Flight]) -> None:
 
 def _advance(flights: Sequence[Flight]) -> bool:
     """Start the next collective of every bucket that has one; tell whether any has."""
-    return sum(flight.pending.advance() for flight in flights) > 0
+    has_any = False
+    for flight in flights:
+        has_any |= flight.pending.advance()
+    return has_any
 
 
 def land_in_rounds(

@@ -38,18 +38,19 @@ class Meeting:
         self.are_buffers_foretold = False  # by every rank, the same ones
         self.is_settled = False  # nothing more is said: every rank knows why
         self._epoch = wiring.control.epoch
+        self._opening_topic, self._closing_topic = wiring.topic(b"opening"), wiring.topic(b"closing")
 
     # ---- before the first bucket -----------------------------------------------------------------
 
     def open(self, opening: Opening, unit: float | None = None) -> None:
         """Tell the others that a backward starts here, or that it cannot. Does not wait for them."""
         self._unit, self._opening, self._told = unit, opening, opening.pack()
-        self._wiring.control.post(self._wiring.topic(b"opening"), self._told)
+        self._wiring.control.post(self._opening_topic, self._told)
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has opened."""
-        return self._wiring.control.ready(self._wiring.topic(b"opening"))
+        return self._wiring.control.ready(self._opening_topic)
 
     def completes_within(self, seconds: float) -> bool:
         """Wait until every rank has opened, but not for long; tell whether they have."""
@@ -64,7 +65,7 @@ class Meeting:
         plan.
         """
         since = self._record.waits()
-        frames = self._collect(b"opening", seconds)
+        frames = self._collect(self._opening_topic, seconds)
         self._record.has_waited(since)
         try:
             if self._opening.is_plain and frames.count(self._told) == len(frames):
@@ -81,8 +82,13 @@ class Meeting:
         """Go on with ranks that have told the same, and nothing out of the ordinary."""
         self.weights = [None] * len(openings)
         self.are_buffers_foretold = bool(self._opening.buffers)
-        if self._wiring.riders:
+        if any(self._opening.told):
             self._hand_to_riders(openings, self.active)
+            return
+        silence = [b""] * len(openings)
+        for _, rider in self._wiring.hearing["opened"]:
+            if self._wiring.joining is None or rider.is_for_join:
+                rider.opened(self.step, silence, self.active)
 
     def _compare(self, openings: Sequence[Opening]) -> None:
         failed = {rank: opening.failure for rank, opening in enumerate(openings) if opening.failure}
@@ -187,11 +193,11 @@ class Meeting:
     def tell(self, closing: Closing) -> None:
         """Tell the others what was used here, or what went wrong. Does not wait for them."""
         self._closing, self._told = closing, closing.pack()
-        self._wiring.control.post(self._wiring.topic(b"closing"), self._told)
+        self._wiring.control.post(self._closing_topic, self._told)
 
     def hear(self, seconds: float | None = None) -> Tally:
         """Hear the same of them."""
-        frames = self._collect(b"closing", seconds)
+        frames = self._collect(self._closing_topic, seconds)
         if frames.count(self._told) == len(frames):
             closings, is_plain = [self._closing] * len(frames), self._closing.is_plain
         else:
@@ -200,6 +206,8 @@ class Meeting:
 
     def asks_to_drop(self, tally: Tally) -> bool:
         """Let the riders judge; tell whether one wants the step to be dropped. Raises on every rank alike."""
+        if not self._wiring.hearing["closed"]:
+            return False
         told = self._riders("closed", [closing.told for closing in tally.closings])
         wishes = [rider.closed(self.step, parts) for rider, parts in told]
         return any(wishes)
@@ -210,13 +218,13 @@ class Meeting:
 
     def exchange(self, kind: bytes, frame: bytes, seconds: float | None = None) -> list[bytes]:
         """Tell every rank something, and hear what every rank tells."""
-        self._wiring.control.post(self._wiring.topic(kind), frame)
-        return self._collect(kind, seconds)
+        topic = self._wiring.topic(kind)
+        self._wiring.control.post(topic, frame)
+        return self._collect(topic, seconds)
 
-    def _collect(self, kind: bytes, seconds: float | None = None) -> list[bytes]:
-        control, topic = self._wiring.control, self._wiring.topic(kind)
+    def _collect(self, topic: bytes, seconds: float | None = None) -> list[bytes]:
         try:
-            return control.collect(topic, seconds or self._wiring.comm.seconds, self)
+            return self._wiring.control.collect(topic, seconds or self._wiring.comm.seconds, self)
         except RanksDisagree:
             self.is_settled = True
             raise

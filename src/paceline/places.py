@@ -93,15 +93,15 @@ class ByPlace(Generic[T]):
 
     def here(self) -> list[T]:
         """Return the items of this thread's place."""
-        return self._at(here())
+        return self._at(_here.place)
 
     def at(self, place: Place) -> list[T]:
         """Return the items of a place, whatever thread asks."""
         return self._at(place)
 
     def _at(self, place: Place, without: T | None = None) -> list[T]:
-        found = [ref() for ref in place.items.get(self, ())]
-        return [item for item in found if item is not None and item is not without]
+        refs = place.items.get(self, ())
+        return [item for ref in refs if (item := ref()) is not None and item is not without]
 
     def __bool__(self) -> bool:
         """Tell whether there is an item at any place."""

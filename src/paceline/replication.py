@@ -56,6 +56,7 @@ from paceline.settings import (
 from paceline.sharded import check_sharding, leaf_of
 from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
+from paceline.torch_private import agent_is_set
 from paceline.warming import total_of, warm_up
 from paceline.watches.engine import engine_watch
 from paceline.watches.loaders import watch_loaders
@@ -523,7 +524,12 @@ class Replica:
     def _on_forward_begin(self) -> None:
         """Notice changes of the module. Called by a hook of the module."""
         self._forward_began_at = self.step
-        if self.reducer is not None and self.reducer.gate.note_forward() and self.settings.guard:
+        if (
+            agent_is_set()
+            and self.reducer is not None
+            and self.reducer.gate.note_forward()
+            and self.settings.guard
+        ):
             the_guard.watch_remote_steps()  # if RPC was not there yet when the module was replicated
         if module_watch.changes != self._changes and self._trains_here():
             self._look_again()

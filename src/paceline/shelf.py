@@ -21,12 +21,15 @@ import torch
 
 from paceline.memory import Pages
 from paceline.plan import SMALL_NBYTES, Bucket, Plan, Run
-from paceline.torch_private import flatten, unflatten
+from paceline.torch_private import flatten, flatten_crowd, unflatten
 
 # Up to here a new flat tensor for small gradients is cheap: the allocator does not give such sizes back at
 # once.
 MODEST_NBYTES = 4 * 1024 * 1024
 
+
+CAT_TENSORS = 128  # on a GPU torch.cat() launches a kernel for so many
+RUN_LENGTH = 4  # from here on, on average, to view a run of slots and then its parts pays
 
 STRIDED = torch.strided
 
@@ -49,8 +52,13 @@ class Shelf:
         self.large_numel = sum(slot.numel for slot in bucket.slots[: self.large])
         self.is_plain = all(parameter.is_contiguous() for parameter in self.parameters)
         self._runs = plan.runs(bucket)
-        self._few_runs = len(self._runs) * 2 <= len(self.indices)
+        self._few_runs = len(self._runs) * RUN_LENGTH <= len(self.indices)
         self._is_flat = self.is_plain and all(parameter.dim() == 1 for parameter in self.parameters)
+        self._is_crowded = (
+            bucket.device.type == "cuda"
+            and len(self.parameters) > CAT_TENSORS
+            and all(parameter.dim() and parameter.numel() for parameter in self.parameters)
+        )
         specs = [plan.specs[index] for index in self.indices]
         self._places = [
             (s.shape, s.strides, slot.offset) for s, slot in zip(specs, bucket.slots, strict=True)
@@ -114,7 +122,10 @@ class Shelf:
     def flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Copy contiguous gradients behind each other into a new flat tensor."""
         try:
-            flat = torch.cat(gradients) if self._is_flat else flatten(gradients)
+            if self._is_crowded and not torch.cuda.is_current_stream_capturing():
+                flat = flatten_crowd(gradients)
+            else:
+                flat = torch.cat(gradients) if self._is_flat else flatten(gradients)
         except RuntimeError:
             self.check(gradients)
             raise
@@ -229,12 +240,12 @@ class Packet:
 
     def take(self, position: int, *, hide: bool) -> None:
         """Copy a large gradient that has just arrived, and free it. Called by autograd's thread."""
-        shelf = self.shelf
+        shelf, taken = self.shelf, self._taken
         parameter = shelf.parameters[position]
         gradient = parameter.grad
         if gradient is None:
             return
-        if position in self._taken:
+        if position in taken:
             view = self.views[position]
             if gradient is not view:
                 view.add_(gradient.detach(), alpha=self.scale)
@@ -245,9 +256,17 @@ class Packet:
             if self._flat is None:
                 self._start()
             view = self.views[position]
-            self._put(view, gradient)
-            self._taken.add(position)
+            if self.scale == 1:
+                torch.cat((gradient,), out=view)
+            else:
+                torch.mul(gradient, self._factor, out=view)
+            taken.add(position)
         parameter.grad = None if hide else view
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether every gradient has been taken."""
+        return len(self._taken) == len(self.shelf.indices)
 
     def take_given(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Copy gradients that no parameter has: they come out of the middle of a compiled backward."""
@@ -265,6 +284,8 @@ class Packet:
         """Replace the gradients of this backward by views, so that what was copied is freed."""
         shelf = self.shelf
         self.is_out_of_hand = not hide and all(map(seen.__contains__, shelf.indices))
+        if self.is_out_of_hand and self._is_full and not self._is_patchy:
+            return  # take() has done it
         if self.is_out_of_hand:
             for parameter, view in zip(shelf.parameters, self.views, strict=True):
                 parameter.grad = view
@@ -285,6 +306,8 @@ class Packet:
 
         With ``in_place`` nothing is copied where that is possible. Returns the positions without a gradient.
         """
+        if self._is_full:
+            return []
         gradients = [parameter.grad for parameter in self.shelf.parameters]
         for position in self._taken:
             gradients[position] = None

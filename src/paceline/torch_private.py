@@ -7,6 +7,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     Variable._execution_engine.queue_callback  run a function when the current backward ends
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
     torch._C._nn.unflatten_dense_tensors       and back, as views
+    torch._chunk_cat                           many tensors into one, on a GPU by one kernel for any number
     ProcessGroup._get_backend, its options._timeout
     ProcessGroup._get_sequence_number_for_group
     ProcessGroup.get_group_store, distributed_c10d._get_process_group_store
@@ -78,6 +79,15 @@ def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Copy tensors behind each other into one new flat tensor."""
     flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
     return flat
+
+
+def flatten_crowd(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Do the same on a GPU for any number of tensors by one kernel, which reads where they are from memory.
+
+    None may be empty, or a single number. Not while a graph is recorded: that memory is gone when it is run.
+    """
+    flat: torch.Tensor = torch._chunk_cat(tensors, 0, 1)
+    return flat.view(-1)
 
 
 def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -34,7 +34,7 @@ class Watched:
         # All are asked before every optimizer step: not as a method of each, but where some have their own.
         are_plain = all(type(leaf).data_ptr is _ADDRESS for leaf in self.leaves)
         self._address_of: Callable[[Any], int] = _ADDRESS if are_plain else methodcaller("data_ptr")
-        self._addresses = self._addresses_now()
+        self._addresses = list(map(self._address_of, self.leaves))
         # The nodes are kept because the hooks live and die with them.
         self._nodes = [accumulator_of(parameter) for parameter in self.parameters]
         self.by_node: Mapping[Any, int] = {node: index for index, node in enumerate(self._nodes)}
@@ -66,7 +66,7 @@ class Watched:
 
         Asked before every optimizer step, so it looks at addresses first: who moves gets a new one.
         """
-        addresses = self._addresses_now()
+        addresses = list(map(self._address_of, self.leaves))
         if addresses == self._addresses:
             return {}
         kinds = zip(self.names, self.parameters, self._kinds, strict=True)
@@ -74,9 +74,6 @@ class Watched:
         if not moved:
             self._addresses = addresses  # other memory of the same kind: the hooks are still there
         return moved
-
-    def _addresses_now(self) -> list[int]:
-        return list(map(self._address_of, self.leaves))
 
 
 def _settling(leaf: Part, hook: Hook) -> Hook:

@@ -74,12 +74,15 @@ class SoloControl(Control):
         return [self._frames[topic].popleft()]
 
 
+_LENGTH = struct.Struct("!H")
+
+
 def pack(topic: Topic, frame: bytes) -> bytes:
     """Put a topic before a frame."""
-    return struct.pack("!H", len(topic)) + topic + frame
+    return _LENGTH.pack(len(topic)) + topic + frame
 
 
 def unpack(message: bytes) -> tuple[Topic, bytes]:
     """Part them again."""
-    (length,) = struct.unpack_from("!H", message)
+    (length,) = _LENGTH.unpack_from(message)
     return message[2 : 2 + length], message[2 + length :]

@@ -31,6 +31,8 @@ from paceline.control.sockets import SocketControl
 SLOTS = 64
 SLOT_NBYTES = 2048
 LINE_WORDS = 8  # a cache line, in words of eight bytes
+WRITTEN = 0  # the word that counts the frames that the owner has written
+SLEEPS = 1  # the one that says whether the owner wants to be woken
 _ENTRY = struct.Struct("!I?")
 PART_NBYTES = SLOT_NBYTES - _ENTRY.size
 SPIN_SECONDS = 30e-6
@@ -45,36 +47,15 @@ class Mailbox:
         nbytes = self._head + SLOTS * SLOT_NBYTES
         os.ftruncate(file, nbytes)
         self._memory = mmap.mmap(file, nbytes)
-        self._words = memoryview(self._memory).cast("q")
-
-    @property
-    def written(self) -> int:
-        """How many frames the owner has written."""
-        return self._words[0]
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether the owner wants to be woken."""
-        return bool(self._words[1])
-
-    @sleeps.setter
-    def sleeps(self, value: bool) -> None:
-        self._words[1] = value
-
-    def has_read(self, rank: int) -> int:
-        """Return how many frames of another rank the owner has read."""
-        return self._words[LINE_WORDS * (rank + 1)]
-
-    def note_read(self, rank: int, count: int) -> None:
-        """Note how many frames of another rank the owner has read."""
-        self._words[LINE_WORDS * (rank + 1)] = count
+        # Read and written as they are: every backward looks at them a dozen times.
+        self.words = memoryview(self._memory).cast("q")
 
     def write(self, number: int, part: bytes, *, more: bool) -> None:
         """Write a message, or a part of one. The count goes last: it makes the rest valid."""
         start = self._head + number % SLOTS * SLOT_NBYTES
         entry = _ENTRY.pack(len(part), more) + part
         self._memory[start : start + len(entry)] = entry
-        self._words[0] = number + 1
+        self.words[WRITTEN] = number + 1
 
     def read(self, number: int) -> tuple[bytes, bool]:
         """Read what has been written, and whether there is more to it."""
@@ -92,6 +73,7 @@ class MailboxControl(SocketControl):
         size = len(links) + 1
         self._mine, self._boxes = exchange_files(links, "paceline-control", partial(Mailbox, size=size))
         self._read = dict.fromkeys(links, 0)
+        self._read_by = _word_of(rank)  # in a peer's mailbox: how many of this rank's frames it has read
         self._parts = dict.fromkeys(links, b"")
         self._out: deque[tuple[bytes, bool]] = deque()  # parts, and whether there is more to the message
         self._hangups = {peer: _hangup_poller(link) for peer, link in links.items()}
@@ -104,24 +86,30 @@ class MailboxControl(SocketControl):
         return message
 
     def _send(self, frame: bytes) -> None:
-        for start in range(0, len(frame), PART_NBYTES):
-            end = start + PART_NBYTES
-            self._out.append((frame[start:end], end < len(frame)))
+        if len(frame) <= PART_NBYTES:
+            self._out.append((frame, False))
+        else:
+            for start in range(0, len(frame), PART_NBYTES):
+                end = start + PART_NBYTES
+                self._out.append((frame[start:end], end < len(frame)))
         self._flush()
 
     def _flush(self) -> None:
         """Write what there is room for, in the mailboxes of all."""
         while self._out:
-            number = self._mine.written
-            full = {peer for peer, box in self._boxes.items() if number - box.has_read(self._rank) >= SLOTS}
-            self._crowded = {peer for peer in full if not self._has_ended(peer)}  # that one reads no more
-            if self._crowded:
-                return
+            number, full = self._mine.words[WRITTEN], []
+            for peer, box in self._boxes.items():
+                if number - box.words[self._read_by] >= SLOTS:
+                    full.append(peer)
+            if full or self._crowded:
+                self._crowded = {peer for peer in full if not self._has_ended(peer)}  # that one reads no more
+                if self._crowded:
+                    return
             part, more = self._out[0]
             self._mine.write(number, part, more=more)
             self._out.popleft()
             for peer, box in self._boxes.items():
-                if box.sleeps:
+                if box.words[SLEEPS]:
                     _wake(self._links[peer])
 
     def _left(self, peer: int) -> int:
@@ -163,14 +151,14 @@ class MailboxControl(SocketControl):
             raise gone(rank)
 
     def _has_mail(self, rank: int) -> bool:
-        return self._boxes[rank].written > self._read[rank] and self._closed is None
+        return self._boxes[rank].words[WRITTEN] > self._read[rank] and self._closed is None
 
     def _next_message(self, rank: int) -> bytes | None:
         """Take the parts that are there; return a message if it is complete."""
         while self._has_mail(rank):
             part, more = self._boxes[rank].read(self._read[rank])
             self._read[rank] += 1
-            self._mine.note_read(rank, self._read[rank])
+            self._mine.words[_word_of(rank)] = self._read[rank]
             if more or self._parts[rank]:
                 self._parts[rank] += part
                 if more:
@@ -195,7 +183,7 @@ class MailboxControl(SocketControl):
         """Sleep until a peer wakes this rank, but not for long."""
         if self._closed is not None:
             raise gone(rank, self._closed)
-        self._mine.sleeps = True
+        self._mine.words[SLEEPS] = True
         try:
             if done():
                 return
@@ -204,7 +192,12 @@ class MailboxControl(SocketControl):
                     raise gone(rank)
                 _read(self._links[rank])
         finally:
-            self._mine.sleeps = False
+            self._mine.words[SLEEPS] = False
+
+
+def _word_of(rank: int) -> int:
+    """Return the word that counts the frames of a rank that the owner of a mailbox has read."""
+    return LINE_WORDS * (rank + 1)
 
 
 def _wake(link: Link) -> None:

@@ -79,7 +79,10 @@ class SocketControl(Control):
             self._send_rest()
         if self._refusal is not None:
             return True
-        return all(box or self._drain(rank, box) for rank, box in enumerate(self._boxes_of(topic)))
+        for rank, box in enumerate(self._boxes_of(topic)):
+            if not box and not self._drain(rank, box):
+                return False
+        return True
 
     def peek(self, topic: Topic) -> list[bytes]:
         boxes = enumerate(self._boxes_of(topic))
@@ -115,9 +118,10 @@ class SocketControl(Control):
         if self._refusal is not None:
             self._refuse()
         boxes = self._boxes_of(topic)
-        if self._crowded or not all(
-            box or (self._drain(rank, box) and box) for rank, box in enumerate(boxes)
-        ):
+        has_all = not self._crowded
+        for rank, box in enumerate(boxes):
+            has_all = has_all and bool(box or (self._drain(rank, box) and box))
+        if not has_all:
             self._wait_for(topic, boxes, seconds, waiter)
         # Taken out only when all are there: who is interrupted while waiting can collect again.
         try:
@@ -303,7 +307,7 @@ class SocketControl(Control):
             self._on_given_up(rank, frame)
         elif rank not in self._behind:
             self._heard[rank] += 1
-            self._boxes_of(topic)[rank].append(frame)
+            (self._inbox.get(topic) or self._boxes_of(topic))[rank].append(frame)
 
     # ---- what this process does to itself --------------------------------------------------------
 
