@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.hooks import way_of
 from paceline.outbox import Outbox
 from paceline.shelf import Layout
 from paceline.sparse import Share, gather_rows
@@ -53,7 +52,7 @@ class Apart:
 
     def gather(self, tally: Tally) -> Mapping[int, torch.Tensor]:
         """Return the reduced gradients of all parameters that had a sparse one on some rank."""
-        comm, way = self._outbox.comm, way_of(self._wiring.hook)
+        comm, way = self._outbox.comm, self._wiring.way
         if way == "own" or not any(tally.rows):
             return dict(self._outbox.aside)
         divisor = comm.divisor if way == "mean" else 1

@@ -26,7 +26,7 @@ from paceline.buffers import Turn
 from paceline.errors import PacelineError, PeerLost, RanksDisagree
 from paceline.foretold import Foretold
 from paceline.frames import Closing, Kind, Opening
-from paceline.hooks import InOrder, StatefulHook, is_sure, way_of
+from paceline.hooks import InOrder, StatefulHook
 from paceline.landing import hook_failed
 from paceline.meeting import Meeting
 from paceline.outbox import Outbox
@@ -409,7 +409,7 @@ class SyncedBackward:
     @property
     def _factor(self) -> float:
         """What this rank's gradients are multiplied by before the mean over all ranks."""
-        factor = self._meeting.share.factor if way_of(self._wiring.hook) == "mean" else 1.0
+        factor = self._meeting.share.factor if self._wiring.way == "mean" else 1.0
         # In a fixed order the sum comes first, and then what it is divided by.
         return factor if self._tree is None else float(factor != 0)
 
@@ -656,7 +656,7 @@ class SyncedBackward:
         try:
             self._outbox.land(surely=surely)
         except BaseException:
-            if not surely and not is_sure(self._wiring.hook):  # the ranks have told each other, or cannot
+            if not surely and not self._wiring.is_sure:  # the ranks have told each other, or cannot
                 self._phase = Phase.DONE
             raise
 

@@ -11,7 +11,6 @@ another. A rank whose backward raises still sends its share.
 """
 
 from paceline.buffers import Turn
-from paceline.hooks import is_sure
 from paceline.meeting import Meeting
 from paceline.recorder import StepRecord
 from paceline.wiring import Wiring
@@ -30,7 +29,7 @@ class Foretold:
     def foretell(self, step: int) -> bytes:
         """Find out which they are, and return what stands for them; nothing, if there are none."""
         # A hook in torch's form may start collectives from callbacks, in whatever order.
-        if is_sure(self._wiring.hook) and self._wiring.is_counted:
+        if self._wiring.is_sure and self._wiring.is_counted:
             self.turn = self._due(step, is_busy=True)
         return self.turn.foretell() if self.turn else b""
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.comm import Comm, Pending
-from paceline.hooks import GradBucket, InOrder, is_sure, way_of
+from paceline.hooks import GradBucket, InOrder
 from paceline.landing import Flight, land, land_in_rounds, linger
 from paceline.meeting import Meeting
 from paceline.recorder import CountedComm, StepRecord
@@ -49,7 +49,7 @@ class Outbox:
         self.settled: set[int] = set()  # parameters that the optimizer has stepped already
         counted = CountedComm(wiring.comm, record)
         self.comm: Comm = InOrder(counted) if in_order else counted
-        if not is_sure(wiring.hook):
+        if not wiring.is_sure:
             self.comm = Retraceable(self.comm)
 
     # ---- out -------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Outbox:
         flights = [flight for flight in self.flights if not flight.is_consumed]
         self._wiring.comm.waits(self._meeting)
         try:
-            if surely or is_sure(self._wiring.hook):
+            if surely or self._wiring.is_sure:
                 land(flights)
             else:
                 land_in_rounds(flights, self._meeting.confirm, self.catch_up, self._meeting.step)
@@ -162,7 +162,7 @@ class Outbox:
                 parameter.grad = None
 
     def _reduce_late(self, flat: torch.Tensor, factor: float) -> torch.Tensor:
-        way = way_of(self._wiring.hook)
+        way = self._wiring.way
         if way == "own":
             return flat
         if factor != 1:

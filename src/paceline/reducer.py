@@ -26,7 +26,7 @@ from paceline.errors import (
     name_some,
 )
 from paceline.frames import Kind, Opening
-from paceline.hooks import Hook, StatefulHook, name_of, way_of
+from paceline.hooks import Hook, StatefulHook, name_of
 from paceline.local import LocalGradients
 from paceline.pass_gate import PassGate
 from paceline.passes import Pass, Passes, Stage, who_of
@@ -284,7 +284,7 @@ class Reducer:
     @property
     def _steps_alike(self) -> bool:
         """Whether all ranks make the same optimizer steps, seen from outside of backward."""
-        return self._wiring.consumer is None and way_of(self._wiring.hook) != "own"
+        return self._wiring.consumer is None and self._wiring.way != "own"
 
     @property
     def _is_learning(self) -> bool:

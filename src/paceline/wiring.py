@@ -12,7 +12,8 @@ from paceline.across import Across
 from paceline.buffers import BufferSync
 from paceline.comm import Comm
 from paceline.control import Control
-from paceline.hooks import Hook, average, name_of, sends_by_comm
+from paceline.hooks import Hook, average, is_sure, name_of, sends_by_comm, way_of
+from paceline.hooks.bucket import Way
 from paceline.riders import Places, Rider, by_call
 
 Unused = Literal["allow", "error"]
@@ -55,6 +56,16 @@ class Wiring:
     def is_counted(self) -> bool:
         """Whether the hook sends by the comm that it is given, where it can be counted."""
         return sends_by_comm(self.hook)
+
+    @cached_property
+    def is_sure(self) -> bool:
+        """Whether the ranks may wait for the hook's collectives without asking each other first."""
+        return is_sure(self.hook)
+
+    @cached_property
+    def way(self) -> Way:
+        """What the hook makes of gradients that cannot be in a bucket."""
+        return way_of(self.hook)
 
     @cached_property
     def _folds_mean(self) -> bool:

@@ -16,11 +16,10 @@ import mmap
 import os
 import platform
 import select
-import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from paceline.control.files import exchange_files
@@ -202,23 +201,13 @@ def _word_of(rank: int) -> int:
 
 def _wake(link: Link) -> None:
     """Send a byte, if there is room: who has not read the last one is awake."""
-    with _borrowed(link) as wire, contextlib.suppress(OSError):
-        wire.send(b"!", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    with contextlib.suppress(OSError):
+        os.write(link.fileno(), b"!")
 
 
 def _read(link: Link) -> None:
-    with _borrowed(link) as wire, contextlib.suppress(OSError):
-        wire.recv(4096, socket.MSG_DONTWAIT)
-
-
-@contextlib.contextmanager
-def _borrowed(link: Link) -> Iterator[socket.socket]:
-    """Use a link as the socket that it is, and leave it open."""
-    wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, link.fileno())
-    try:
-        yield wire
-    finally:
-        wire.detach()
+    with contextlib.suppress(OSError):
+        os.read(link.fileno(), 4096)
 
 
 def mailboxes_work_here() -> bool:
