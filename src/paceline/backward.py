@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -116,6 +116,8 @@ class SyncedBackward:
     _phase = Phase.OPEN
     _agreed = False
     _adds_nothing = False
+    _arrival: Sequence[int] = ()  # the order in which gradients came here, where it is asked for
+    _turn: Turn | None = None  # the buffers that the ranks ask each other about
     _set_back: Callable[[], None] | None = None  # undoes what this backward has done to gradients
     _counts_across = True
     _is_told_across = False
@@ -465,27 +467,17 @@ class SyncedBackward:
         that has any.
         """
         self.send_rest()
-        arrival: Sequence[int] = tuple(self.seen) if learn else ()
+        self._arrival = tuple(self.seen) if learn else ()
         if not self._adds_nothing:
             self._apart.collect(self._factor)
         self._apart.show(self._late)
-        turn = self._foretold.rest(self.step)
-        closing = self._closing(turn, len(arrival))
+        turn = self._turn = self._foretold.rest(self.step)
+        closing = self._closing(turn, len(self._arrival))
         self._meeting.tell(closing)
         if not closing.buffers:
             self._outbox.linger()
         tally = self._hear()
-        # By now every rank has sent everything, so what follows waits for no one's computation.
-        if tally.is_stuck:
-            self._phase = Phase.DONE
-            raise hook_failed(self.step, tally.failed, is_over=not self._outbox.catch_up())
-        self._phase = Phase.CLOSED
-        with _without_graph():
-            order = self._receive(tally, turn, arrival)
-            self._refuse(tally)
-            arrival = self._wait_for(order)
-            self._agree_across()
-            rows = {} if tally.is_plain else self._apart.gather(tally)
+        arrival, rows = self._receive_all(tally)
         self.record.has_landed()
         # To a rank that has joined as well: what steps there, as ZeroRedundancyOptimizer does, must not step
         # on gradients of its last batch.
@@ -499,6 +491,23 @@ class SyncedBackward:
         if turn and turn.is_disputed:
             raise self._buffers_differ(turn)
         return dataclasses.replace(tally.outcome, arrival=arrival) if arrival else tally.outcome
+
+    def _receive_all(self, tally: Tally) -> tuple[Sequence[int], Mapping[int, torch.Tensor]]:
+        """Wait for everything that is on its way, and raise if this backward cannot be used.
+
+        Every rank has sent everything by now, so nothing here waits for anyone's computation. Returns the
+        order of arrival that was asked for, and the gradients that travelled by rows.
+        """
+        if tally.is_stuck:
+            self._phase = Phase.DONE
+            raise hook_failed(self.step, tally.failed, is_over=not self._outbox.catch_up())
+        self._phase = Phase.CLOSED
+        with _without_graph():
+            order = self._receive(tally, self._turn, self._arrival)
+            self._refuse(tally)
+            arrival = self._wait_for(order)
+            self._agree_across()
+            return arrival, {} if tally.is_plain else self._apart.gather(tally)
 
     def _closing(self, turn: Turn | None, arrived: int) -> Closing:
         riders = self._wiring.riders
@@ -593,7 +602,7 @@ class SyncedBackward:
     def _agree_across(self) -> None:
         """Go on only if the step has succeeded on the ranks that hold other parts, too."""
         across = self._wiring.across
-        if across is None:
+        if across is None or self._is_told_across:
             return
         self._is_told_across = True
         mine = Verdict(is_dropped=self.is_dropped, weights=list(self._meeting.weights))
@@ -624,6 +633,11 @@ class SyncedBackward:
         """
         if self._phase is Phase.DONE or self._meeting.is_void:
             return
+        if self._meeting.has_told and self._phase is Phase.OPEN:
+            # Interrupted while it waited for the others, to whom this backward has succeeded, if to anybody.
+            self._receive_all(self._hear(TELL_SECONDS))
+            if self.is_dropped:
+                return
         if self._phase is Phase.CLOSED:
             raise TooLate(failure)
         if not self._agreed:

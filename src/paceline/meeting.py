@@ -37,6 +37,7 @@ class Meeting:
         self.weights: Sequence[float | None] = ()  # as given on each rank
         self.are_buffers_foretold = False  # by every rank, the same ones
         self.is_settled = False  # nothing more is said: every rank knows why
+        self.has_told = False  # its closing, which cannot be taken back
         self._epoch = wiring.control.epoch
         self._opening_topic, self._closing_topic = wiring.topic(b"opening"), wiring.topic(b"closing")
 
@@ -193,6 +194,7 @@ class Meeting:
     def tell(self, closing: Closing) -> None:
         """Tell the others what was used here, or what went wrong. Does not wait for them."""
         self._closing, self._told = closing, closing.pack()
+        self.has_told = True
         self._wiring.control.post(self._closing_topic, self._told)
 
     def hear(self, seconds: float | None = None) -> Tally:
@@ -218,9 +220,12 @@ class Meeting:
 
     def exchange(self, kind: bytes, frame: bytes, seconds: float | None = None) -> list[bytes]:
         """Tell every rank something, and hear what every rank tells."""
-        topic = self._wiring.topic(kind)
-        self._wiring.control.post(topic, frame)
-        return self._collect(topic, seconds)
+        seconds = seconds or self._wiring.comm.seconds
+        try:
+            return self._wiring.control.exchange(self._wiring.topic(kind), frame, seconds, self)
+        except RanksDisagree:
+            self.is_settled = True
+            raise
 
     def _collect(self, topic: bytes, seconds: float | None = None) -> list[bytes]:
         try:

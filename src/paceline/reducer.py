@@ -254,7 +254,8 @@ class Reducer:
         if self.trouble.broken and not failure:
             failure = (
                 "this rank failed while gradients were handed out, so its weights are behind: "
-                f"{self.trouble.broken}"
+                f"{self.trouble.broken}. Until every rank has called take_state() of the replica, no backward "
+                "is reduced"
             )
         self._planner.notice_changes()
         self._local.forget_cleared()
@@ -612,10 +613,9 @@ class Reducer:
     def exchange(self, kind: bytes, frame: bytes) -> list[bytes]:
         """Tell every rank something outside of a backward, and hear what every rank tells."""
         self.trouble.check_usable()
-        topic = self.name + b"." + kind
-        self._wiring.control.post(topic, frame)
         with self.trouble:
-            return self._wiring.control.collect(topic, self._wiring.comm.seconds, self)
+            topic = self._wiring.topic(kind)
+            return self._wiring.control.exchange(topic, frame, self._wiring.comm.seconds, self)
 
     @property
     def stall_seconds(self) -> float:

@@ -497,7 +497,9 @@ class Replica:
             parameters = [p.detach() for name, p in module.named_parameters() if name not in left_out]
             finish_broadcast(start_broadcast(parameters, self.comm, source))
             if self.reducer is not None:
-                self.reducer.steps.count = 0  # the weights are equal now, whatever was done before
+                # The weights are equal now, whatever was done before.
+                self.reducer.steps.count = 0
+                self.reducer.trouble.broken = ""
 
     # ---- buffers ---------------------------------------------------------------------------------
 
@@ -605,8 +607,7 @@ class Replica:
         if self.reducer is not None:
             return self.reducer.exchange(b"buffers", frame)
         control, topic = control_over(self.comm), self.name + b".buffers"
-        control.post(topic, frame)
-        return control.collect(topic, self.comm.seconds)
+        return control.exchange(topic, frame, self.comm.seconds)
 
     def detach(self) -> nn.Module | None:
         """Take everything off again. The module stays as it is, a plain module from now on."""

@@ -1,5 +1,6 @@
 """What every control plane offers, and the one of a process alone."""
 
+import contextlib
 import struct
 import zlib
 from abc import ABC, abstractmethod
@@ -9,6 +10,8 @@ from paceline.reporter import Desk
 from paceline.waiting import Waiter
 
 Topic = bytes
+
+HEAR_SECONDS = 60.0  # how long a rank that was interrupted waits for the others' frames
 
 
 class Control(ABC):
@@ -53,6 +56,24 @@ class Control(ABC):
         Raises PeerLost naming a rank that is gone, PeerTimeout if one is missing for longer than ``seconds``.
         ``waiter`` can say what is waited for, and after how many seconds a line has to tell it.
         """
+
+    def exchange(
+        self, topic: Topic, frame: bytes, seconds: float, waiter: Waiter | None = None
+    ) -> list[bytes]:
+        """Post a frame and collect everybody's.
+
+        Who is interrupted meanwhile hears the others out before it goes on: they have heard this rank, and
+        its next exchange would be answered by the frames of this one.
+        """
+        self.post(topic, frame)
+        try:
+            return self.collect(topic, seconds, waiter)
+        except RuntimeError:  # PeerLost and the like: there is nothing to hear
+            raise
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.collect(topic, min(seconds, HEAR_SECONDS), waiter)
+            raise
 
 
 class SoloControl(Control):
