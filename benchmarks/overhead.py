@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
 from benchmarks.cycles import Cycle, Estimate, Samples, Variant, estimate, merge, run_cycles
-from benchmarks.ranks import on_ranks, say
+from benchmarks.ranks import STARTS, over_starts, say
 from benchmarks.steps import from_rank_0
 from benchmarks.table import Row
 
@@ -38,8 +38,10 @@ def bar_9(seconds: float, *, parameters: int = PARAMETERS) -> list[Row]:
 
 
 def _row(floats: int, parameters: int, seconds: float) -> Row:
-    say(f"  {parameters} parameters of {floats} floats: {seconds:.0f} s in a world of one")
-    samples = merge(on_ranks(1, cycles_of, floats, parameters, seconds))
+    say(
+        f"  {parameters} parameters of {floats} floats: {seconds:.0f} s in a world of one, in {STARTS} starts"
+    )
+    samples = merge(over_starts(1, cycles_of, floats, parameters, seconds / STARTS))
     added = {name: _added(samples, name) for name in ("paceline", "torch DDP, views")}
     micros = ", ".join(f"{name} {1e6 * spent / parameters:.2f}" for name, spent in added.items())
     say(f"    {samples.cycles} cycles; us a parameter: {micros}")

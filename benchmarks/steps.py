@@ -1,14 +1,13 @@
 """Bars 8 and 15: the time of a training step on two ranks over plain Gloo."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.cycles import Cycle, Samples, Variant, merge, run_cycles
 from benchmarks.models import FIVE, build
-from benchmarks.ranks import on_ranks, say
+from benchmarks.ranks import STARTS, over_starts, say
 from benchmarks.table import Row
 from benchmarks.variants import (
     TORCH_FLAGS,
@@ -19,7 +18,6 @@ from benchmarks.variants import (
 )
 
 RANKS = 2
-STARTS = 4  # of the processes: where memory happens to lie is worth some percent, for as long as they live
 PRICED = ("small MLP", "small GPT", "402 tiny tensors")
 
 
@@ -48,8 +46,7 @@ def _measure(
     variants: Callable[[str, bool], list[Variant]], name: str, seconds: float, tiny: bool
 ) -> Samples:
     say(f"  {name}: {seconds:.0f} s on {RANKS} ranks, in {STARTS} starts")
-    each = [on_ranks(RANKS, cycles_of, variants, name, seconds / STARTS, tiny) for _ in range(STARTS)]
-    samples = merge([list(chain(*cycles)) for cycles in zip(*each, strict=True)])
+    samples = merge(over_starts(RANKS, cycles_of, variants, name, seconds / STARTS, tiny))
     say(f"    kept {samples.kept}; ms a step: " + listed(samples))
     return samples
 

@@ -1,4 +1,4 @@
-"""An interrupt (Ctrl-C) while a rank waits for the others: what they were told stands, nothing is mixed up."""
+"""An interrupt (Ctrl-C) while a rank waits for others: what they were told stands, nothing is mixed up."""
 
 import copy
 import signal
