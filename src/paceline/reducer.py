@@ -254,8 +254,8 @@ class Reducer:
         if self.trouble.broken and not failure:
             failure = (
                 "this rank failed while gradients were handed out, so its weights are behind: "
-                f"{self.trouble.broken}. Until every rank has called take_state() of the replica, no backward "
-                "is reduced"
+                f"{self.trouble.broken}. Until every rank has called take_state() of the replica, no "
+                "backward is reduced"
             )
         self._planner.notice_changes()
         self._local.forget_cleared()

@@ -120,13 +120,15 @@ class Trouble:
         engine.note_failure(backward.step + 1, words_of(error))
         if isinstance(error, PeerLost):
             self._peer_lost = self._peer_lost or error
-        if self.lost is None:
-            self.settle(backward, error)
-        else:
-            backward.tell_across(error)
-            engine.drop_gradients()
-        # What is told needs to know that a backward is under way: only now it is over.
-        engine.end_backward()
+        try:
+            if self.lost is None:
+                self.settle(backward, error)
+            else:
+                backward.tell_across(error)
+                engine.drop_gradients()
+        finally:
+            # What is told needs to know that a backward is under way: only now it is over.
+            engine.end_backward()
         if backward.is_out_of_step:
             self._end_for_good(error)
 
@@ -150,10 +152,14 @@ class Trouble:
             self.broken = failure
         except Exception as trouble:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
+        except BaseException:  # interrupted again: nobody knows what the others have heard
+            self.broken = failure
+            raise
+        finally:
+            self._engine.drop_gradients()
         if backward.is_behind:
             self.broken = failure
         _told_by(error)[self._engine.name] = self._engine.step
-        self._engine.drop_gradients()
         if isinstance(error, RanksDisagree):
             self._engine.note_disagreement(error)
 

@@ -166,6 +166,32 @@ def cpu_and_gpu_in_one_module(rank: int) -> None:
     assert_same(model, alone)
 
 
+class Scales(nn.Module):
+    """Three hundred tensors of odd sizes; one is left out of the loss in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(7,), (3, 5), (2, 3, 4), (1,), (129,)]
+        self.scales = nn.ParameterList(torch.randn(shapes[i % 5]) for i in range(300))
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        return x.sum() * sum(scale.sin().sum() for scale in self.scales[:used])
+
+
+def a_crowd_of_tensors(rank: int) -> None:
+    torch.manual_seed(0)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        model = Scales().to(CUDA, dtype)
+        alone = copy.deepcopy(model)
+        paceline.replicate(model)
+        for step in range(5):
+            used = 300 - step % 2
+            for m, x in ((model, share(batch(), rank).to(dtype) * 2), (alone, batch().to(dtype))):
+                m.zero_grad()
+                m(x, used).backward()
+            assert_same(model, alone, tolerance)
+
+
 def sixteen_bits(rank: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         model = nn.Linear(4, 4, device=CUDA, dtype=dtype)
@@ -191,6 +217,7 @@ CHECKS: list[Check] = [
     a_rank_that_fails,
     channels_last_and_batch_norm,
     cpu_and_gpu_in_one_module,
+    a_crowd_of_tensors,
     sixteen_bits,
     buffers_of_odd_dtypes,
 ]
