@@ -112,7 +112,8 @@ class Guard(Sentry[Reducer]):
 
 def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer would use gradients that the ranks have not agreed on."""
-    check_gradients(reducer, "optimizer.step()", optimizer)
+    if not reducer.is_settled:
+        check_gradients(reducer, "optimizer.step()", optimizer)
     reducer.steps.note(optimizer)
 
 

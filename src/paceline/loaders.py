@@ -54,14 +54,15 @@ class SameBatch(Rider):
         self._used += 1
 
     def opens(self, step: int) -> bytes:
+        if not self._drawn:
+            self._used = 0
+            return b""
         told = self._position()
         self._take_all()
         return b"" if told is None else told.pack()
 
     def _position(self) -> Draws | None:
         """Return where this rank is in the loader that it trains from; None if that cannot be told."""
-        if not self._drawn:
-            return None
         # A loader that was not there in the last step may be another one on each rank: it is not compared.
         known = [each for each in self._drawn if each.iterator in self._seen]
         fresh = [each for each in known if each.count != self._seen[each.iterator]]

@@ -9,9 +9,13 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
+from operator import call, is_not
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_IS_THERE = partial(is_not, None)
 
 
 class Place:
@@ -93,7 +97,8 @@ class ByPlace(Generic[T]):
 
     def here(self) -> list[T]:
         """Return the items of this thread's place."""
-        return self._at(_here.place)
+        found: list[Any] = [*filter(_IS_THERE, map(call, _here.place.items.get(self, ())))]
+        return found
 
     def at(self, place: Place) -> list[T]:
         """Return the items of a place, whatever thread asks."""

@@ -39,7 +39,7 @@ from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
 from paceline.tally import BACKWARD, Outcome
-from paceline.torch_private import agent_is_set
+from paceline.torch_private import agent_is_set, current_task
 from paceline.tree import Tree
 from paceline.trouble import Trouble
 from paceline.watched import Named, Watched
@@ -771,6 +771,16 @@ class Reducer:
     def all_agreed(self) -> bool:
         """Whether no gradient is local to this rank."""
         return self._backward is None and not self._local.indices and not engine_watch.inside()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to be looked at before an optimizer steps."""
+        return (
+            self._backward is None
+            and not self._local.indices
+            and current_task() == -1
+            and self._watched.have_stayed
+        )
 
     def why_unsynced(self) -> str:
         """Say where unsynced gradients come from, and what helps."""

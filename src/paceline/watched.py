@@ -61,18 +61,20 @@ class Watched:
         """The leaves with the names of their parameters."""
         return list(zip(self.names, self.leaves, strict=True))
 
-    def moved(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that were cast or moved: torch forgets their hooks then.
+    @property
+    def have_stayed(self) -> bool:
+        """Whether all parameters are where they were: who is cast or moved gets another address."""
+        return list(map(self._address_of, self.leaves)) == self._addresses
 
-        Asked before every optimizer step, so it looks at addresses first: who moves gets a new one.
-        """
-        addresses = list(map(self._address_of, self.leaves))
-        if addresses == self._addresses:
+    def moved(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that were cast or moved: torch forgets their hooks then."""
+        if self.have_stayed:
             return {}
         kinds = zip(self.names, self.parameters, self._kinds, strict=True)
         moved = {name: p for name, p, kind in kinds if (p.dtype, p.device) != kind}
         if not moved:
-            self._addresses = addresses  # other memory of the same kind: the hooks are still there
+            # Other memory of the same kind: the hooks are still there.
+            self._addresses = list(map(self._address_of, self.leaves))
         return moved
 
 

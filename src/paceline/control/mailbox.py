@@ -72,7 +72,9 @@ class MailboxControl(SocketControl):
         size = len(links) + 1
         self._mine, self._boxes = exchange_files(links, "paceline-control", partial(Mailbox, size=size))
         self._read = dict.fromkeys(links, 0)
-        self._read_by = _word_of(rank)  # in a peer's mailbox: how many of this rank's frames it has read
+        # The words that count the frames of a rank that the owner of a mailbox has read.
+        self._read_by = LINE_WORDS * (rank + 1)
+        self._read_of = {peer: LINE_WORDS * (peer + 1) for peer in links}
         self._parts = dict.fromkeys(links, b"")
         self._out: deque[tuple[bytes, bool]] = deque()  # parts, and whether there is more to the message
         self._hangups = {peer: _hangup_poller(link) for peer, link in links.items()}
@@ -122,7 +124,7 @@ class MailboxControl(SocketControl):
         self._out.clear()
 
     def _drain(self, rank: int, box: deque[bytes]) -> bool:
-        if self._has_mail(rank):
+        if self._closed is None and self._boxes[rank].words[WRITTEN] > self._read[rank]:
             return self._take_in(rank, box)
         return bool(box) or self._closed is not None
 
@@ -154,10 +156,11 @@ class MailboxControl(SocketControl):
 
     def _next_message(self, rank: int) -> bytes | None:
         """Take the parts that are there; return a message if it is complete."""
-        while self._has_mail(rank):
-            part, more = self._boxes[rank].read(self._read[rank])
+        mailbox = self._boxes[rank]
+        while self._closed is None and mailbox.words[WRITTEN] > self._read[rank]:
+            part, more = mailbox.read(self._read[rank])
             self._read[rank] += 1
-            self._mine.words[_word_of(rank)] = self._read[rank]
+            self._mine.words[self._read_of[rank]] = self._read[rank]
             if more or self._parts[rank]:
                 self._parts[rank] += part
                 if more:
@@ -192,11 +195,6 @@ class MailboxControl(SocketControl):
                 _read(self._links[rank])
         finally:
             self._mine.words[SLEEPS] = False
-
-
-def _word_of(rank: int) -> int:
-    """Return the word that counts the frames of a rank that the owner of a mailbox has read."""
-    return LINE_WORDS * (rank + 1)
 
 
 def _wake(link: Link) -> None:

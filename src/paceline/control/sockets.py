@@ -32,6 +32,8 @@ MOST_LEFT_NBYTES = 1 << 29  # of frames that a rank leaves unread
 GIVEN_UP: Topic = b"\0given up"  # no replica has such a name
 _GIVEN_UP = struct.Struct("!Q?")
 
+_TAKE = deque[bytes].popleft
+
 _controls: "weakref.WeakSet[SocketControl]" = weakref.WeakSet()
 
 
@@ -79,7 +81,7 @@ class SocketControl(Control):
             self._send_rest()
         if self._refusal is not None:
             return True
-        for rank, box in enumerate(self._boxes_of(topic)):
+        for rank, box in enumerate(self._inbox.get(topic) or self._boxes_of(topic)):
             if not box and not self._drain(rank, box):
                 return False
         return True
@@ -117,7 +119,7 @@ class SocketControl(Control):
     def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
         if self._refusal is not None:
             self._refuse()
-        boxes = self._boxes_of(topic)
+        boxes = self._inbox.get(topic) or self._boxes_of(topic)
         has_all = not self._crowded
         for rank, box in enumerate(boxes):
             has_all = has_all and bool(box or (self._drain(rank, box) and box))
@@ -125,7 +127,7 @@ class SocketControl(Control):
             self._wait_for(topic, boxes, seconds, waiter)
         # Taken out only when all are there: who is interrupted while waiting can collect again.
         try:
-            return [box.popleft() for box in boxes]
+            return list(map(_TAKE, boxes))
         except BaseException:
             self.close(TORN)
             raise
