@@ -153,7 +153,9 @@ def _views_of(run: Run, flat: torch.Tensor) -> Sequence[torch.Tensor]:
     return (block,) if run.count == 1 else block.unbind()
 
 
-LISTEN_EVERY = 8  # so often at least, a gradient's arrival is an occasion to see what can be sent
+# So often at least, a gradient's arrival is an occasion to see what can be sent: on a CPU, and on a GPU,
+# where the host is ahead anyway.
+LISTEN_EVERY = (8, 32)
 NOWHERE = (-1, None)
 APART = (-2, None)  # sparse: it has no slot
 
@@ -198,7 +200,7 @@ class Layout:
     def _quiet_in(self, shelf: Shelf) -> frozenset[int]:
         arrival = {index: number for number, index in enumerate(self.plan.basis)}
         expected = sorted(shelf.indices, key=lambda index: arrival[index])
-        heard = {expected[-1], *expected[::LISTEN_EVERY]}
+        heard = {expected[-1], *expected[:: LISTEN_EVERY[not shelf.on_cpu]]}
         return frozenset(i for i in expected if i not in heard and self.route[i][1] is None)
 
     def places_of(self, indices: tuple[int, ...]) -> Sequence[Parcel]:
