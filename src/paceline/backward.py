@@ -23,7 +23,7 @@ from paceline.accumulation import accumulate
 from paceline.across import Verdict
 from paceline.apart import Apart
 from paceline.buffers import Turn
-from paceline.errors import PacelineError, PeerLost, RanksDisagree
+from paceline.errors import PacelineError, PeerLost, PeerTimeout, RanksDisagree
 from paceline.foretold import Foretold
 from paceline.frames import Closing, Kind, Opening
 from paceline.hooks import InOrder, StatefulHook
@@ -485,11 +485,14 @@ class SyncedBackward:
             self._drop()
         else:
             self._outbox.hand_out(tally.outcome.missing_everywhere, rows)
-        self._phase = Phase.DONE
-        for _, rider in self._wiring.hearing["handed_out"]:
-            rider.handed_out(self.step)
-        if turn and turn.is_disputed:
-            raise self._buffers_differ(turn)
+        try:
+            for _, rider in self._wiring.hearing["handed_out"]:
+                rider.handed_out(self.step)
+            if turn and turn.is_disputed:
+                raise self._buffers_differ(turn)
+        except PacelineError:  # on every rank alike
+            self._phase = Phase.DONE
+            raise
         return dataclasses.replace(tally.outcome, arrival=arrival) if arrival else tally.outcome
 
     def _receive_all(self, tally: Tally) -> tuple[Sequence[int], Mapping[int, torch.Tensor]]:
@@ -595,7 +598,7 @@ class SyncedBackward:
     def _ask_riders(self, tally: Tally) -> None:
         try:
             self.is_dropped = self._meeting.asks_to_drop(tally)
-        except Exception:
+        except PacelineError:
             self._phase = Phase.DONE
             raise
 
@@ -608,9 +611,13 @@ class SyncedBackward:
         mine = Verdict(is_dropped=self.is_dropped, weights=list(self._meeting.weights))
         try:
             self.is_dropped = across.agree(self._round, mine, self._wiring.comm.seconds, self._meeting)
-        except Exception:
+        except PacelineError:
             self._phase = Phase.DONE
             raise
+
+    def is_refused(self) -> None:
+        """Hear that every rank has refused what came of it."""
+        self._phase = Phase.DONE
 
     def tell_across(self, error: BaseException) -> None:
         """Let the ranks that hold other parts know of a failure, unless they do. Waits for nobody."""
@@ -636,12 +643,12 @@ class SyncedBackward:
         if self._meeting.has_told and self._phase is Phase.OPEN:
             # Interrupted while it waited for the others, to whom this backward has succeeded, if to anybody.
             self._receive_all(self._hear(TELL_SECONDS))
+        if self._phase is Phase.CLOSED:
             if self.is_dropped:
                 return
-        if self._phase is Phase.CLOSED:
             raise TooLate(failure)
         if not self._agreed:
-            self._agree(TELL_SECONDS)
+            self._agree_or_leave_word(failure)
         self._find_skipped(TELL_SECONDS, failed=True)
         with torch.no_grad():
             self._send_empty()
@@ -654,6 +661,14 @@ class SyncedBackward:
                 self._land(surely=True)
                 self._foretold.drop()
                 self._outbox.step_anyway(tally.outcome)
+
+    def _agree_or_leave_word(self, failure: str) -> None:
+        """Wait for everybody's opening. Who comes later than that finds a closing that says what happened."""
+        try:
+            self._agree(TELL_SECONDS)
+        except PeerTimeout:
+            self._meeting.tell(Closing(self._wiring.control.trace, failure=failure, stuck=True))
+            raise
 
     def _send_empty(self) -> None:
         """Send what is left, empty, and the buffers that the others wait for. If anything raises on that as

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import UnsyncedGradients, name_some
 from paceline.local import has_anything
 from paceline.places import Sentry
 from paceline.reducer import Reducer
-from paceline.torch_private import agent_is_set
+from paceline.torch_private import agent_is_set, put_first
 from paceline.watches.remote_steps import check_remote_steps
 
 Suspects = Mapping[str, torch.Tensor]
@@ -26,7 +26,7 @@ class Guard(Sentry[Reducer]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self._remote = threading.local()  # a step of this thread is one of a DistributedOptimizer
 
     def add(self, reducer: Reducer) -> None:
@@ -42,13 +42,15 @@ class Guard(Sentry[Reducer]):
         self._leave_if_idle()
 
     def _stand(self) -> None:
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._on_step)
+        if not self._handles:
+            before = register_optimizer_step_pre_hook(self._on_step)
+            after = register_optimizer_step_post_hook(self._on_stepped)
+            put_first(after)  # a step has been made, whatever another hook raises
+            self._handles = [before, after]
 
     def _leave(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        while self._handles:
+            self._handles.pop().remove()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Look before each step of any optimizer. Called by torch on the thread that steps."""
@@ -79,10 +81,25 @@ class Guard(Sentry[Reducer]):
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         for reducer in self._items.here():
-            if getattr(self._remote, "is_stepping", False):
-                reducer.steps.note(optimizer)  # on gradients of a context, which were looked at before
-            else:
-                check_step(reducer, optimizer)
+            reducer.steps.begins(optimizer)
+            # Gradients of a context were looked at before.
+            if not getattr(self._remote, "is_stepping", False) and not reducer.is_settled:
+                check_gradients(reducer, "optimizer.step()", optimizer)
+
+    def _on_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step of any optimizer that has not raised. Called by torch on the thread that stepped."""
+        if torch.compiler.is_compiling():
+            self._count_untraced(optimizer)
+        else:
+            self._count(optimizer)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _count_untraced(self, optimizer: torch.optim.Optimizer) -> None:
+        self._count(optimizer)
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        for reducer in self._items.here():
+            reducer.steps.note(optimizer)
 
     # ---- gradients in contexts of distributed autograd -------------------------------------------
 
@@ -108,13 +125,6 @@ class Guard(Sentry[Reducer]):
         """See StepChecker: an exception that comes back from its owner, or out of a script, is only text."""
         _, found, text = str(error).rpartition(f"{UnsyncedGradients.__name__}: ")
         return UnsyncedGradients(text.split("\n")[0]) if found else error
-
-
-def check_step(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer would use gradients that the ranks have not agreed on."""
-    if not reducer.is_settled:
-        check_gradients(reducer, "optimizer.step()", optimizer)
-    reducer.steps.note(optimizer)
 
 
 def check_gradients(reducer: Reducer, what: str, optimizer: torch.optim.Optimizer | None = None) -> None:

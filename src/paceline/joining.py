@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from paceline.interrupts import interrupts
 from paceline.replication import Replica, replica
 from paceline.wiring import Joining
 
@@ -37,12 +38,12 @@ def join(
     if not modules:
         raise ValueError("join() takes the replicated modules that are trained inside, got none")
     replicas = [replica(module) for module in modules]
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as end:
         for each in replicas:
             stack.enter_context(each.joining(Joining(divide_by, early)))
         try:
             yield
-            _keep_company(replicas)
+            _keep_company(replicas, end)
         except BaseException as error:
             for each in replicas:
                 each.open_failure(error)
@@ -51,11 +52,16 @@ def join(
             raise
 
 
-def _keep_company(replicas: Sequence[Replica]) -> None:
-    while _keep_company_once(replicas):
-        pass
+def _keep_company(replicas: Sequence[Replica], end: contextlib.ExitStack) -> None:
+    is_over = False
+    while not is_over:
+        with contextlib.ExitStack() as iteration:
+            iteration.enter_context(interrupts)
+            is_over = not _keep_company_once(replicas)
+            if is_over:  # nobody has a batch any more: all ranks go on to take one's state
+                end.push(iteration.pop_all())
     for each in replicas:
-        each.take_state(each.last_active[0])
+        each.copy_state(each.last_active[0])
 
 
 def _keep_company_once(replicas: Sequence[Replica]) -> bool:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from paceline.errors import RanksDisagree, name_ranks, name_some
+from paceline.errors import PacelineError, RanksDisagree, name_ranks, name_some
 from paceline.frames import Closing, Kind, Opening, Round
 from paceline.plan import Plan
 from paceline.recorder import StepRecord
@@ -29,6 +29,7 @@ class Meeting:
         self._record = record
         self._unit: float | None = None
         self._opening = Opening(record.step, b"")  # this rank's own
+        self._openings: Sequence[bytes] = ()  # everybody's, once they are there
         self._closing = Closing()
         self._told = b""  # the frame that it has posted last
         self.step = record.step
@@ -65,9 +66,11 @@ class Meeting:
         """Wait for everybody's opening. Nothing is added up unless all are at the same step with the same
         plan.
         """
-        since = self._record.waits()
-        frames = self._collect(self._opening_topic, seconds)
-        self._record.has_waited(since)
+        if not self._openings:
+            since = self._record.waits()
+            self._openings = self._collect(self._opening_topic, seconds)
+            self._record.has_waited(since)
+        frames = self._openings
         try:
             if self._opening.is_plain and frames.count(self._told) == len(frames):
                 self._agree_with([self._opening] * len(frames))
@@ -75,7 +78,7 @@ class Meeting:
             openings = [Opening.unpack(frame) for frame in frames]
             self.step = max(opening.step for opening in openings)
             self._compare(openings)
-        except Exception:
+        except PacelineError:  # on every rank alike; whatever else it is, the others have to be told
             self.is_settled = True
             raise
 
@@ -194,8 +197,8 @@ class Meeting:
     def tell(self, closing: Closing) -> None:
         """Tell the others what was used here, or what went wrong. Does not wait for them."""
         self._closing, self._told = closing, closing.pack()
-        self.has_told = True
         self._wiring.control.post(self._closing_topic, self._told)
+        self.has_told = True
 
     def hear(self, seconds: float | None = None) -> Tally:
         """Hear the same of them."""
@@ -229,7 +232,7 @@ class Meeting:
 
     def _collect(self, topic: bytes, seconds: float | None = None) -> list[bytes]:
         try:
-            return self._wiring.control.collect(topic, seconds or self._wiring.comm.seconds, self)
+            return self._wiring.control.hear(topic, seconds or self._wiring.comm.seconds, self)
         except RanksDisagree:
             self.is_settled = True
             raise

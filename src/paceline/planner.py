@@ -138,6 +138,14 @@ class Planner:
             if better.digest != self.plan.digest:
                 self._take(better)
 
+    @property
+    def learned(self) -> bytes:
+        """What the plan follows from, now and later; the same on all ranks that have seen the same steps."""
+        misses = sorted(self._misses.items())
+        missing = sorted((self.missing or {}).items())
+        known = (self.is_guess, self._backwards, misses, missing, sorted(self._wishes.sparse))
+        return self.plan.digest + repr(known).encode()
+
     def uses(self, everyone: int) -> list[int]:
         """Count, for each parameter that has a gradient to travel, the ranks that used it last time."""
         return [everyone - len((self.missing or {}).get(i, ())) for i in sorted(self.plan.members)]

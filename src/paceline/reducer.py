@@ -27,6 +27,7 @@ from paceline.errors import (
 )
 from paceline.frames import Kind, Opening
 from paceline.hooks import Hook, StatefulHook, name_of
+from paceline.interrupts import interrupts
 from paceline.local import LocalGradients
 from paceline.pass_gate import PassGate
 from paceline.passes import Pass, Passes, Stage, who_of
@@ -340,17 +341,18 @@ class Reducer:
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
         if isinstance(self._backward, SyncedBackward):
-            with self.trouble:
+            with interrupts, self.trouble:
                 self._backward.send_rest()
 
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
-        if isinstance(self._backward, SyncedBackward):
-            self._finish(self._backward)
-        elif self._backward is not None:
-            self._backward.finish()
-        self._close()
-        self.gate.on_ordinary_end()
+        with interrupts:
+            if isinstance(self._backward, SyncedBackward):
+                self._finish(self._backward)
+            elif self._backward is not None:
+                self._backward.finish()
+            self._close()
+            self.gate.on_ordinary_end()
 
     def _close(self) -> None:
         self._backward = None
@@ -382,6 +384,7 @@ class Reducer:
         }
         partly = {i: ranks for i, ranks in missing.items() if 0 < len(ranks) < len(backward.active)}
         if partly:
+            backward.is_refused()
             shown = [f"{self._names[index]} ({name_ranks(ranks)})" for index, ranks in partly.items()]
             raise UnusedParameters(
                 f"step {backward.step}: a pass of distributed autograd has to compute the same gradients "
@@ -415,30 +418,32 @@ class Reducer:
 
     def _reduce_as(self, kind: Kind) -> None:
         """Take part in a reduction without a backward."""
-        try:
-            self._finish(self.start_synced(kind))
-        except BaseException as error:
-            self.on_backward_raised(error)
-            raise
-        self._backward = None
+        with interrupts:
+            try:
+                self._finish(self.start_synced(kind))
+            except BaseException as error:
+                self.on_backward_raised(error)
+                raise
+            self._backward = None
 
     def keep_company(self) -> Sequence[int]:
         """Take part in the next backward of the ranks that still have batches, with nothing to add.
 
         Returns these ranks; none, when all have run out.
         """
-        try:
-            backward = self.start_synced(Kind.JOINED)
-            with self.trouble:
-                backward.agree()
-            if backward.active:
-                self._kept_company = True
-                self._finish(backward)
-        except BaseException as error:
-            self.on_backward_raised(error)
-            raise
-        self._backward = None
-        return backward.active
+        with interrupts:
+            try:
+                backward = self.start_synced(Kind.JOINED)
+                with self.trouble:
+                    backward.agree()
+                if backward.active:
+                    self._kept_company = True
+                    self._finish(backward)
+            except BaseException as error:
+                self.on_backward_raised(error)
+                raise
+            self._backward = None
+            return backward.active
 
     @contextlib.contextmanager
     def weight(self, weight: float) -> Iterator[None]:
@@ -701,6 +706,11 @@ class Reducer:
         self._local.indices.update(i for i in self.plan.members if self.parameters[i].grad is not None)
         self._planner.set_hook(wiring.hook)
         self._planner.start_anew()
+
+    def agree_on_plan(self) -> None:
+        """Plan from scratch where the ranks have learned different things: one was not there at a step."""
+        if len(set(self.exchange(b"learned", self._planner.learned))) > 1:
+            self._planner.start_anew()
 
     def uses(self) -> list[int]:
         """Count, for each parameter that has a gradient to travel, the ranks that used it last time."""

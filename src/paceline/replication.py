@@ -31,6 +31,7 @@ from paceline.farewell import rest_at_exit
 from paceline.fused_optim import Per, StepInBackward, norm_gate
 from paceline.guard import guard as the_guard
 from paceline.hooks import Hook, name_of, way_of
+from paceline.interrupts import interrupts
 from paceline.loaders import SameBatch
 from paceline.localized import adopt
 from paceline.module_hooks import around_forward, watch_forward
@@ -212,8 +213,14 @@ class Replica:
         except (TypeError, ValueError) as error:
             reducer.trouble.tell(error)
             raise
-        with reducer.weight(weight):
-            yield
+        before = reducer.step
+        try:
+            with reducer.weight(weight):
+                yield
+        except BaseException as error:
+            if reducer.step == before and reducer.wants_sync:
+                reducer.trouble.tell(error)
+            raise
 
     def skip(self) -> None:
         """Leave this rank's batch out, in place of its backward; the others' gradients come here as well.
@@ -486,9 +493,17 @@ class Replica:
 
         Every rank calls this at the same point.
         """
-        self.take_parameters(source)
-        if self.size > 1:
-            self.buffers.sync(self._tell, source, only=self.buffers.kept)
+        with interrupts:
+            self.copy_state(source)
+            if self.reducer is not None and self.size > 1:
+                self.reducer.agree_on_plan()
+
+    def copy_state(self, source: int) -> None:
+        """Take one rank's state, where all ranks have made the same backwards. Every rank calls this."""
+        with interrupts:
+            self.take_parameters(source)
+            if self.size > 1:
+                self.buffers.sync(self._tell, source, only=self.buffers.kept)
 
     def take_parameters(self, source: int) -> None:
         """Take one rank's parameters. Every rank calls this at the same point."""
@@ -510,7 +525,8 @@ class Replica:
         ``in_passing`` never makes a GPU wait, and so sends what has not changed, too.
         """
         if self.size > 1:
-            self.buffers.sync(self._tell, source, in_passing=in_passing)
+            with interrupts:
+                self.buffers.sync(self._tell, source, in_passing=in_passing)
 
     def _watch_forward(self, module: nn.Module) -> list[Any]:
         policies = self.buffers.policies.values()
@@ -559,8 +575,13 @@ class Replica:
 
         With ``leaves``, of a backward, only if that is one of this module: other ranks may leave it out.
         """
+        if module_watch.changes != self._changes:
+            with interrupts:
+                self._watch_anew(leaves)
+
+    def _watch_anew(self, leaves: Callable[[], set[int]] | None) -> None:
         module, reducer = self._module(), self.reducer
-        if module is None or reducer is None or module_watch.changes == self._changes:
+        if module is None or reducer is None:
             return
         changes = module_watch.changes
         watched = watched_in(module, self.settings.left_out)
@@ -600,7 +621,8 @@ class Replica:
         if module is None or not module.training or engine_watch.inside():
             return
         if self.reducer is None or (self.reducer.wants_sync and self.reducer.wiring.joining is None):
-            self.buffers.sync(self._tell, only={when}, in_passing=True)
+            with interrupts:
+                self.buffers.sync(self._tell, only={when}, in_passing=True)
 
     def _tell(self, frame: bytes) -> Sequence[bytes]:
         """Tell every rank something about the buffers, and hear what every rank tells."""

@@ -28,12 +28,15 @@ class StepCount:
         self._parameters = parameters
         self._seen.clear()
 
+    def begins(self, optimizer: Any) -> None:
+        """Get to know an optimizer that is going to step."""
+        if self._seen.get(optimizer) is None:
+            self._seen[optimizer] = self._look_at(optimizer)
+
     def note(self, optimizer: Any) -> None:
-        """Count a step, if it is one of these parameters'."""
+        """Count a step that has been made, if it is one of these parameters'."""
         seen = self._seen.get(optimizer)
-        if seen is None:
-            seen = self._seen[optimizer] = self._look_at(optimizer)
-        self.count += seen.counts
+        self.count += seen is not None and seen.counts
 
     def _look_at(self, optimizer: Any) -> Seen:
         held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])

@@ -7,6 +7,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     Variable._execution_engine.queue_callback  run a function when the current backward ends
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
     torch._C._nn.unflatten_dense_tensors       and back, as views
+    RemovableHandle.hooks_dict_ref, .id        where a hook stands among others
     torch._chunk_cat                           many tensors into one, on a GPU by one kernel for any number
     ProcessGroup._get_backend, its options._timeout
     ProcessGroup._get_sequence_number_for_group
@@ -47,6 +48,11 @@ _DOOR = "_engine_run_backward"
 _CLIP = "_clip_grads_with_norm_"
 _PASS = "backward"  # of torch.distributed.autograd
 _WORKER_SHIFT = 48  # a context's number has its maker's worker id above this bit
+
+
+def put_first(handle: Any) -> None:
+    """Have a hook called before all others of its kind."""
+    handle.hooks_dict_ref().move_to_end(handle.id, last=False)
 
 
 def accumulator_of(parameter: torch.Tensor) -> Node:

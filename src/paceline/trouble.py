@@ -150,18 +150,21 @@ class Trouble:
             pass  # the others had something to say as well; this rank raises its own exception
         except TooLate:
             self.broken = failure
-        except Exception as trouble:
+        except PeerLost as trouble:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
-        except BaseException:  # interrupted again: nobody knows what the others have heard
-            self.broken = failure
-            raise
+        except BaseException as trouble:
+            # Half told: what this rank tells next would pass for what is missing.
+            self._engine.wiring.control.close("it was interrupted while it told the others of an exception")
+            error.add_note(f"paceline could not tell the other ranks: {trouble}")
+            if not isinstance(trouble, Exception):
+                raise
         finally:
+            if backward.is_behind:
+                self.broken = failure
+            _told_by(error)[self._engine.name] = self._engine.step
             self._engine.drop_gradients()
-        if backward.is_behind:
-            self.broken = failure
-        _told_by(error)[self._engine.name] = self._engine.step
-        if isinstance(error, RanksDisagree):
-            self._engine.note_disagreement(error)
+            if isinstance(error, RanksDisagree):
+                self._engine.note_disagreement(error)
 
     def _tell(self, backward: SyncedBackward, failure: str) -> None:
         with self:

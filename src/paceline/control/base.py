@@ -6,6 +6,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 
+from paceline.errors import PacelineError, PeerLost
+from paceline.interrupts import interrupts
 from paceline.reporter import Desk
 from paceline.waiting import Waiter
 
@@ -67,13 +69,24 @@ class Control(ABC):
         """
         self.post(topic, frame)
         try:
-            return self.collect(topic, seconds, waiter)
-        except RuntimeError:  # PeerLost and the like: there is nothing to hear
+            return self.hear(topic, seconds, waiter)
+        except PacelineError:  # there is nothing to hear
             raise
         except BaseException:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(PacelineError):
                 self.collect(topic, min(seconds, HEAR_SECONDS), waiter)
             raise
+
+    def hear(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
+        """Collect; where interrupts are put off, one does not end the wait, but makes it shorter."""
+        return interrupts.put_off(
+            lambda: self.collect(topic, seconds, waiter),
+            lambda: self.collect(topic, min(seconds, HEAR_SECONDS), waiter),
+        )
+
+    def close(self, why: str) -> None:
+        """Say nothing to any rank any more. ``why`` is what this process says of it later."""
+        self.ended = self.ended or PeerLost(f"no rank can be told anything any more: {why}")
 
 
 class SoloControl(Control):

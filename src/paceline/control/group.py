@@ -41,7 +41,7 @@ class GroupControl(Control):
         return bool(self._posted[topic][0][2].is_completed())
 
     def collect(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
-        frame, rows, work = self._posted[topic].popleft()
+        frame, rows, work = self._posted[topic][0]
         try:
             wait_with(partial(self._begin_to_wait, topic, seconds, waiter), work)
         except PeerTimeout:
@@ -52,6 +52,7 @@ class GroupControl(Control):
             raise kind(
                 f"the control group broke off: {error}. Look for the first rank that failed."
             ) from error
+        self._posted[topic].popleft()  # not before: who is interrupted while waiting can collect again
         heads = [bytes(row.tolist()) for row in rows]
         lengths = [struct.unpack_from("!I", head)[0] for head in heads]
         frames = [head[4 : 4 + length] for head, length in zip(heads, lengths, strict=True)]

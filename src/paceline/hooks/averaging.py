@@ -6,6 +6,7 @@ import torch
 
 from paceline.comm import Comm
 from paceline.hooks.widened import widened
+from paceline.interrupts import interrupts
 from paceline.torch_private import flatten, unflatten
 
 
@@ -21,9 +22,10 @@ def average_parameters(
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.device), []).append(parameter.detach())
-    under_way = [(group, comm.average(_joined(group, dtype))) for group in groups.values()]
-    for group, pending in under_way:
-        torch._foreach_copy_(group, list(unflatten(pending.wait(), group)))
+    with interrupts:
+        under_way = [(group, comm.average(_joined(group, dtype))) for group in groups.values()]
+        for group, pending in under_way:
+            torch._foreach_copy_(group, list(unflatten(interrupts.put_off(pending.wait), group)))
 
 
 class Anchors:
@@ -39,6 +41,10 @@ class Anchors:
     @torch.no_grad()
     def average(self, named: Sequence[tuple[str, torch.Tensor]], comm: Comm) -> None:
         """Give every rank the mean of the ranks' parameters. What has no anchor yet travels as it is."""
+        with interrupts:  # the anchors have to be the same ones on every rank
+            self._average(named, comm)
+
+    def _average(self, named: Sequence[tuple[str, torch.Tensor]], comm: Comm) -> None:
         anchored = [(p, self._anchor_of(name, p)) for name, p in named if name in self.by_name]
         new = [(name, parameter) for name, parameter in named if name not in self.by_name]
         if new:
