@@ -336,3 +336,21 @@ def test_ranks_at_different_steps_are_noticed_and_go_on_together(rank: int) -> N
     assert "rank 0 is at step 6, rank 1 is at step 7" in text
     assert len(set(gathered(text))) == 1
     assert (model.weight.grad == 1.5).all()
+
+
+@ranks(2)
+def test_what_nobody_can_reach_any_more_holds_no_parameters(rank: int) -> None:
+    body = nn.Linear(2, 4)
+    wrapper = paceline.DistributedDataParallel(nn.Sequential(body, nn.Linear(4, 3)))
+    wrapper.itself = [wrapper]  # only the collector of garbage frees it
+    gc.disable()
+    try:
+        del wrapper
+        other = paceline.DistributedDataParallel(nn.Sequential(body, nn.Linear(4, 2)))
+    finally:
+        gc.enable()
+
+    other(torch.ones(1, 2) * (rank + 1)).sum().backward()
+
+    assert body.weight.grad is not None
+    torch.testing.assert_close(other.module[1].bias.grad, torch.ones(2))

@@ -490,7 +490,7 @@ class SyncedBackward:
                 rider.handed_out(self.step)
             if turn and turn.is_disputed:
                 raise self._buffers_differ(turn)
-        except PacelineError:  # on every rank alike
+        except Exception:  # on every rank alike
             self._phase = Phase.DONE
             raise
         return dataclasses.replace(tally.outcome, arrival=arrival) if arrival else tally.outcome
@@ -598,7 +598,7 @@ class SyncedBackward:
     def _ask_riders(self, tally: Tally) -> None:
         try:
             self.is_dropped = self._meeting.asks_to_drop(tally)
-        except PacelineError:
+        except Exception:
             self._phase = Phase.DONE
             raise
 
@@ -611,7 +611,7 @@ class SyncedBackward:
         mine = Verdict(is_dropped=self.is_dropped, weights=list(self._meeting.weights))
         try:
             self.is_dropped = across.agree(self._round, mine, self._wiring.comm.seconds, self._meeting)
-        except PacelineError:
+        except Exception:
             self._phase = Phase.DONE
             raise
 

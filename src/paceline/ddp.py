@@ -419,7 +419,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _has_buffer_hook(self, location: str) -> bool:
         return self._buffer_hook is not None and self._buffer_hook.location == location
 
-    def _sync_buffers(self, source: int, *, is_trained: bool = True) -> None:
+    def _sync_buffers(self, source: int = 0, *, is_trained: bool = True) -> None:
         """Make the buffers equal; ``is_trained`` says that a backward follows here."""
         replica = self._live_replica()
         if self._buffer_hook is None:
@@ -550,9 +550,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     # ---- what else torch has ---------------------------------------------------------------------
 
     @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
         """Leave parameters and buffers to each rank; to be called before the module is wrapped."""
-        module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def _set_static_graph(self) -> None:
         """Accept torch's hint; nothing depends on it here."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from paceline.errors import PacelineError, RanksDisagree, name_ranks, name_some
+from paceline.errors import RanksDisagree, name_ranks, name_some
 from paceline.frames import Closing, Kind, Opening, Round
 from paceline.plan import Plan
 from paceline.recorder import StepRecord
@@ -78,7 +78,7 @@ class Meeting:
             openings = [Opening.unpack(frame) for frame in frames]
             self.step = max(opening.step for opening in openings)
             self._compare(openings)
-        except PacelineError:  # on every rank alike; whatever else it is, the others have to be told
+        except Exception:  # on every rank alike
             self.is_settled = True
             raise
 

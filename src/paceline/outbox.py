@@ -235,6 +235,8 @@ class Outbox:
         for index, parameter, view in zip(shelf.indices, shelf.parameters, views, strict=True):
             if index not in untouched:
                 _set_gradient(parameter, view)
+        if packet.kept:
+            packet.write_kept(untouched)
 
 
 def _set_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ plain.
 
 import dataclasses
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,7 +56,7 @@ from paceline.settings import (
     wishes_for,
 )
 from paceline.sharded import check_sharding, leaf_of
-from paceline.starting import agree_and_take_state, agree_on_hook
+from paceline.starting import agree_and_take_state, agree_on_hook, shared_with
 from paceline.stats import Stats
 from paceline.torch_private import agent_is_set
 from paceline.warming import total_of, warm_up
@@ -87,6 +88,8 @@ class Replica:
         comm.set_patience(settings.timeout_seconds, settings.stall_seconds)
         adopt(module)
         if original is None:
+            if shared_with(module, _replicas.copy()):
+                gc.collect()  # what nobody can reach any more holds nothing
             others = {key: other for key, other in _replicas.copy().items() if other is not replaces}
             agree_and_take_state(module, comm, settings, others)
             rest_at_exit()

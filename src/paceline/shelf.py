@@ -21,7 +21,7 @@ import torch
 
 from paceline.memory import Pages
 from paceline.plan import SMALL_NBYTES, Bucket, Plan, Run
-from paceline.torch_private import flatten, flatten_crowd, unflatten
+from paceline.torch_private import flatten, flatten_crowd, is_held, unflatten
 
 # Up to here a new flat tensor for small gradients is cheap: the allocator does not give such sizes back at
 # once.
@@ -36,6 +36,20 @@ STRIDED = torch.strided
 
 class SparseGradient(Exception):
     """A gradient that cannot lie in a bucket: it has to travel by itself."""
+
+
+# Flat tensors that gradients are views of, by their ids: these share memory, and yet nobody else's is in it.
+_handed_out: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
+
+
+def _is_held(parameter: torch.Tensor, base: torch.Tensor | None) -> bool:
+    """Tell whether somebody else holds a gradient, which is a view of ``base``. The caller has it once."""
+    return is_held(parameter, in_own_memory=base is None or _handed_out.get(id(base)) is not base)
+
+
+def _about(gradient: torch.Tensor | None) -> tuple[torch.layout, int, torch.Tensor | None]:
+    assert gradient is not None
+    return gradient.layout, gradient._version, gradient._base
 
 
 class Shelf:
@@ -89,6 +103,7 @@ class Shelf:
     def remember(self, flat: torch.Tensor) -> None:
         """Keep a weak eye on the flat tensor that the gradients are views of; zero_grad() frees it."""
         self._last_flat = weakref.ref(flat)
+        _handed_out[id(flat)] = flat
 
     @property
     def last_flat(self) -> torch.Tensor | None:
@@ -230,6 +245,9 @@ class Packet:
         self._adds_to_last = shelf.last_flat is not None  # zero_grad() has not freed what was handed out
         self._taken: set[int] = set()
         self._is_patchy = False  # some of the small ones have been taken, too
+        self.kept: dict[
+            int, torch.Tensor
+        ] = {}  # gradients that somebody else holds, too: they stay ``.grad``
         self._flat: torch.Tensor | None = None
         self.views: Sequence[torch.Tensor] = ()
         self.is_out_of_hand = False  # every gradient is a view of the flat tensor
@@ -258,6 +276,8 @@ class Packet:
             if self._flat is None:
                 self._start()
             view = self.views[position]
+            if gradient._version and _is_held(parameter, gradient._base):
+                self.kept[position] = gradient
             if self.scale == 1:
                 torch.cat((gradient,), out=view)
             else:
@@ -285,7 +305,7 @@ class Packet:
     def put_views(self, seen: Container[int], *, hide: bool) -> None:
         """Replace the gradients of this backward by views, so that what was copied is freed."""
         shelf = self.shelf
-        self.is_out_of_hand = not hide and all(map(seen.__contains__, shelf.indices))
+        self.is_out_of_hand = not (hide or self.kept) and all(map(seen.__contains__, shelf.indices))
         if self.is_out_of_hand and self._is_full and not self._is_patchy:
             return  # take() has done it
         if self.is_out_of_hand:
@@ -318,6 +338,7 @@ class Packet:
             missing = [i for i, g in enumerate(gradients) if g is None and i not in self._taken]
         if in_place and not missing and not self._taken and self._adopt(gradients):
             return missing
+        self._keep(gradients)
         if self._is_patchy:
             self._copy_rest(gradients, missing)
         elif self.shelf.on_cpu:
@@ -325,6 +346,30 @@ class Packet:
         else:
             self._copy_at_once(gradients, missing)
         return missing
+
+    def _keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note which gradients autograd has added to while somebody else holds them: a list of the user's, or
+        one flat tensor for all. What was there before is what autograd has written in place.
+        """
+        there = [position for position, gradient in enumerate(gradients) if gradient is not None]
+        if not any(gradients[position]._version for position in there):  # type: ignore[union-attr]
+            return
+        for position in there:
+            parameter, (layout, version, base) = self.shelf.parameters[position], _about(gradients[position])
+            if version and layout is STRIDED and _is_held(parameter, base):
+                self.kept[position] = gradients[position]  # type: ignore[assignment] # it is there
+
+    def write_kept(self, untouched: Container[int]) -> None:
+        """Give those gradients what was reduced, but for parameters that no rank has used."""
+        indices, parameters = self.shelf.indices, self.shelf.parameters
+        kept = {p: gradient for p, gradient in self.kept.items() if indices[p] not in untouched}
+        if not kept:
+            return
+        with torch.no_grad():
+            values = [self.views[position] for position in kept]
+            torch._foreach_copy_([gradient.detach() for gradient in kept.values()], values)
+        for position, gradient in kept.items():
+            parameters[position].grad = gradient
 
     def set_aside_sparse(self) -> dict[int, torch.Tensor]:
         """Take the sparse gradients out, by position; their slots are empty then."""

@@ -68,13 +68,17 @@ def _check_overlap(module: nn.Module, replicas: Holders) -> None:
         raise ValueError(
             f"{kind} holds parts that are replicated already: {name_some(inside)}; detach() them first"
         )
-    owned = {id(p) for other in replicas.values() for p in other.parameters()}
-    shared = [name for name, parameter in module.named_parameters() if id(parameter) in owned]
-    if shared:
+    if shared := shared_with(module, replicas):
         raise ValueError(
             f"{kind} shares parameters with a module that is replicated already: {name_some(shared)}. "
             "Replicate the outer module only, or detach() the other one first"
         )
+
+
+def shared_with(module: nn.Module, replicas: Holders) -> list[str]:
+    """Name the parameters that belong to a replica already."""
+    owned = {id(p) for other in replicas.values() for p in other.parameters()}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in owned]
 
 
 def _state(module: nn.Module, left_out: frozenset[str]) -> list[torch.Tensor]:

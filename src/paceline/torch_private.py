@@ -7,6 +7,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     Variable._execution_engine.queue_callback  run a function when the current backward ends
     torch._C._nn.flatten_dense_tensors         many tensors into one, in one call
     torch._C._nn.unflatten_dense_tensors       and back, as views
+    torch._C._storage_Use_Count                how many tensors lie in one memory
     RemovableHandle.hooks_dict_ref, .id        where a hook stands among others
     torch._chunk_cat                           many tensors into one, on a GPU by one kernel for any number
     ProcessGroup._get_backend, its options._timeout
@@ -79,6 +80,30 @@ def shown_in_profiles(name: str) -> AbstractContextManager[Any]:
     """Give what is done inside a name in a profile, if one is being taken on this thread."""
     is_taken = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return torch.autograd.profiler.record_function(name) if is_taken else _UNSEEN
+
+
+def is_held(parameter: torch.Tensor, *, in_own_memory: bool = True) -> bool:
+    """Tell whether anybody but the caller, who has it once, holds a parameter's gradient.
+
+    A gradient ``in_own_memory`` is held as well by who holds another tensor in that memory.
+    """
+    return _holders_of(parameter, in_own_memory) > _holders_if_alone(in_own_memory)
+
+
+def _holders_of(parameter: torch.Tensor, in_own_memory: bool) -> int:
+    gradient: Any = parameter.grad
+    users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) if in_own_memory else 0
+    return sys.getrefcount(gradient) + users
+
+
+@cache
+def _holders_if_alone(in_own_memory: bool) -> int:
+    parameter = torch.zeros(1, device="cpu", requires_grad=True)
+    parameter.grad = torch.zeros(1, device="cpu")
+    gradient = parameter.grad
+    count = _holders_of(parameter, in_own_memory)
+    del gradient
+    return count
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

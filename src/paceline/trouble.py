@@ -20,6 +20,9 @@ from paceline.tally import BACKWARD
 from paceline.wiring import Wiring
 
 LOOP = "in its loop"
+HALF_TOLD = (
+    "it was interrupted while it told the others of an exception: start the run again from a checkpoint"
+)
 
 
 class Engine(Protocol):
@@ -154,7 +157,7 @@ class Trouble:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
         except BaseException as trouble:
             # Half told: what this rank tells next would pass for what is missing.
-            self._engine.wiring.control.close("it was interrupted while it told the others of an exception")
+            self._engine.wiring.control.close(HALF_TOLD)
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
             if not isinstance(trouble, Exception):
                 raise

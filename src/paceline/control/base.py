@@ -6,7 +6,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 
-from paceline.errors import PacelineError, PeerLost
+from paceline.control.lost import ClosedHere, gone
+from paceline.errors import PacelineError
 from paceline.interrupts import interrupts
 from paceline.reporter import Desk
 from paceline.waiting import Waiter
@@ -86,7 +87,7 @@ class Control(ABC):
 
     def close(self, why: str) -> None:
         """Say nothing to any rank any more. ``why`` is what this process says of it later."""
-        self.ended = self.ended or PeerLost(f"no rank can be told anything any more: {why}")
+        self.ended = self.ended or gone(-1, ClosedHere(why))
 
 
 class SoloControl(Control):
