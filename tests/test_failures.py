@@ -272,3 +272,27 @@ def test_replicas_on_different_groups_have_different_names(rank: int) -> None:
 
     assert paceline.replica(a).name != paceline.replica(b).name
     assert a.weight.grad is not None
+
+
+@ranks(2)
+def test_a_hook_that_raises_on_an_empty_bucket_as_well_leaves_the_ranks_connected(rank: int) -> None:
+    class Sulky(Pending):
+        def __init__(self, pending: Pending, *, is_empty: bool) -> None:
+            self._pending, self._is_empty = pending, is_empty
+
+        def wait(self) -> torch.Tensor:
+            flat = self._pending.wait()
+            if self._is_empty:
+                raise ValueError("nothing to look at")
+            return flat
+
+    def hook(bucket: GradBucket, comm: Comm) -> Pending:
+        return Sulky(comm.average(bucket.flat), is_empty=not bucket.flat.any())
+
+    model = paceline.replicate(nn.Linear(4, 4), hook=hook)
+    loss = model(ones(rank)).sum()
+
+    seen = outcome_of((Boom.apply(loss, "boom") if rank == 0 else loss).backward)
+
+    assert seen.startswith("ValueError: boom" if rank == 0 else "PeerFailed: step 0: rank 0 raised")
+    goes_on(rank, model)

@@ -2,13 +2,16 @@
 
 import copy
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import paceline
+from paceline.shelf import Shelf
 from paceline.testing import ranks
+from paceline.torch_private import flatten_crowd
 
 
 def small() -> nn.Module:
@@ -138,4 +141,42 @@ def test_zeroed_gradients_lie_in_one_flat_tensor_from_step_to_step(rank: int) ->
         assert_all_close([parameter.grad for parameter in model.parameters()], gradients_alone(model, step))
         model.zero_grad(set_to_none=False)
 
+    assert [parameter.grad.data_ptr() for parameter in model.parameters()] == before
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients autograd puts into one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, more: float) -> torch.Tensor:
+        both = self.a.view(-1) + self.b.view(-1)
+        return (both * both).sum() + (3 * both).sum() + more * self.a.sum()
+
+
+@ranks(2)
+def test_gradients_that_share_memory_are_reduced_one_by_one(rank: int) -> None:
+    model = Sum()
+    paceline.replicate(model)
+
+    model(5.0 * rank).backward()
+
+    torch.testing.assert_close(model.a.grad, torch.full((4,), 7 + 2.5))
+    torch.testing.assert_close(model.b.grad, torch.full((2, 2), 7.0))
+
+
+@ranks(2)
+def test_a_crowd_of_zeroed_gradients_lies_in_one_flat_tensor_from_step_to_step(rank: int) -> None:
+    model = small()
+    with mock.patch.object(Shelf, "flatten", lambda _shelf, gradients: flatten_crowd(gradients)):
+        paceline.replicate(model)
+        for step in range(3):
+            loss_of(model, batch(step).chunk(2)[rank]).backward()
+            model.zero_grad(set_to_none=False)
+        before = [parameter.grad.data_ptr() for parameter in model.parameters()]
+        loss_of(model, batch(3).chunk(2)[rank]).backward()
+
+    assert_all_close([parameter.grad for parameter in model.parameters()], gradients_alone(model, 3))
     assert [parameter.grad.data_ptr() for parameter in model.parameters()] == before

@@ -304,26 +304,6 @@ def test_a_step_of_the_optimizer_that_raises_is_not_counted(rank: int) -> None:
 
 
 @ranks(2)
-def test_an_exception_inside_weight_is_told(rank: int) -> None:
-    model, optimizer = model_and_optimizer()
-    train(rank, model, optimizer, 2)
-    optimizer.zero_grad()
-
-    def step() -> None:
-        with paceline.weight(model, 3):
-            if rank == 0:
-                raise ValueError("no such batch")
-            model(batch(rank, 2)).square().sum().backward()
-
-    error = raised_by(step)
-
-    assert type(error) is (PeerFailed if rank else ValueError)
-    assert "no such batch" in str(error)
-    train(rank, model, optimizer, 2)
-    assert_alike(model)
-
-
-@ranks(2)
 def test_who_comes_after_a_failed_rank_has_given_up_hears_what_happened(rank: int) -> None:
     model, optimizer = model_and_optimizer()
     train(rank, model, optimizer, 2)

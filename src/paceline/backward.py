@@ -615,9 +615,14 @@ class SyncedBackward:
             self._phase = Phase.DONE
             raise
 
-    def is_refused(self) -> None:
-        """Hear that every rank has refused what came of it."""
+    def note_refused(self) -> None:
+        """Note that every rank has refused what came of it."""
         self._phase = Phase.DONE
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank knows how it has ended, or nothing is left to tell."""
+        return self._phase is Phase.DONE
 
     def tell_across(self, error: BaseException) -> None:
         """Let the ranks that hold other parts know of a failure, unless they do. Waits for nobody."""

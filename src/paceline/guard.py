@@ -45,7 +45,7 @@ class Guard(Sentry[Reducer]):
         if not self._handles:
             before = register_optimizer_step_pre_hook(self._on_step)
             after = register_optimizer_step_post_hook(self._on_stepped)
-            put_first(after)  # a step has been made, whatever another hook raises
+            put_first(after)  # a step has been made, whatever another hook for all optimizers raises
             self._handles = [before, after]
 
     def _leave(self) -> None:

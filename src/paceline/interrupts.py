@@ -27,7 +27,7 @@ class _Interrupts(threading.local):
         self._depth -= 1
         if not self._depth and self._kept is not None:
             kept, self._kept = self._kept, None
-            if error is None or isinstance(error, PacelineError):
+            if error is None or isinstance(error, Exception):
                 raise kept from error
 
     def put_off(self, wait: Callable[[], T], again: Callable[[], T] | None = None) -> T:

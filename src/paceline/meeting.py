@@ -30,6 +30,7 @@ class Meeting:
         self._unit: float | None = None
         self._opening = Opening(record.step, b"")  # this rank's own
         self._openings: Sequence[bytes] = ()  # everybody's, once they are there
+        self._closings: Sequence[bytes] = ()
         self._closing = Closing()
         self._told = b""  # the frame that it has posted last
         self.step = record.step
@@ -197,12 +198,15 @@ class Meeting:
     def tell(self, closing: Closing) -> None:
         """Tell the others what was used here, or what went wrong. Does not wait for them."""
         self._closing, self._told = closing, closing.pack()
-        self._wiring.control.post(self._closing_topic, self._told)
+        # Noted first: a frame that is missing is found out, one too many would be taken for the next step's.
         self.has_told = True
+        self._wiring.control.post(self._closing_topic, self._told)
 
     def hear(self, seconds: float | None = None) -> Tally:
         """Hear the same of them."""
-        frames = self._collect(self._closing_topic, seconds)
+        if not self._closings:
+            self._closings = self._collect(self._closing_topic, seconds)
+        frames = self._closings
         if frames.count(self._told) == len(frames):
             closings, is_plain = [self._closing] * len(frames), self._closing.is_plain
         else:

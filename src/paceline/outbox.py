@@ -236,7 +236,7 @@ class Outbox:
             if index not in untouched:
                 _set_gradient(parameter, view)
         if packet.kept:
-            packet.write_kept(untouched)
+            packet.write_kept(views, untouched)
 
 
 def _set_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -341,8 +341,10 @@ class Reducer:
     def on_backward_over(self) -> None:
         """See BackwardListener: send what has not gone out."""
         if isinstance(self._backward, SyncedBackward):
-            with interrupts, self.trouble:
-                self._backward.send_rest()
+            with self.trouble:
+                self._backward.agree()
+                with interrupts:
+                    self._backward.send_rest()
 
     def on_backward_end(self) -> None:
         """See BackwardListener: hand out the reduced gradients."""
@@ -384,7 +386,7 @@ class Reducer:
         }
         partly = {i: ranks for i, ranks in missing.items() if 0 < len(ranks) < len(backward.active)}
         if partly:
-            backward.is_refused()
+            backward.note_refused()
             shown = [f"{self._names[index]} ({name_ranks(ranks)})" for index, ranks in partly.items()]
             raise UnusedParameters(
                 f"step {backward.step}: a pass of distributed autograd has to compute the same gradients "

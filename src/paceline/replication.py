@@ -216,14 +216,8 @@ class Replica:
         except (TypeError, ValueError) as error:
             reducer.trouble.tell(error)
             raise
-        before = reducer.step
-        try:
-            with reducer.weight(weight):
-                yield
-        except BaseException as error:
-            if reducer.step == before and reducer.wants_sync:
-                reducer.trouble.tell(error)
-            raise
+        with reducer.weight(weight):
+            yield
 
     def skip(self) -> None:
         """Leave this rank's batch out, in place of its backward; the others' gradients come here as well.

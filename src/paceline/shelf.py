@@ -26,10 +26,11 @@ from paceline.torch_private import flatten, flatten_crowd, is_held, unflatten
 # Up to here a new flat tensor for small gradients is cheap: the allocator does not give such sizes back at
 # once.
 MODEST_NBYTES = 4 * 1024 * 1024
+# On a GPU torch.cat() launches a kernel for so many.
+CAT_TENSORS = 128
+# From here on, on average, to view a run of slots and then its parts pays.
+RUN_LENGTH = 4
 
-
-CAT_TENSORS = 128  # on a GPU torch.cat() launches a kernel for so many
-RUN_LENGTH = 4  # from here on, on average, to view a run of slots and then its parts pays
 
 STRIDED = torch.strided
 
@@ -44,7 +45,8 @@ _handed_out: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValu
 
 def _is_held(parameter: torch.Tensor, base: torch.Tensor | None) -> bool:
     """Tell whether somebody else holds a gradient, which is a view of ``base``. The caller has it once."""
-    return is_held(parameter, in_own_memory=base is None or _handed_out.get(id(base)) is not base)
+    # Without a base it is autograd's own, whatever else autograd may have put into the same memory.
+    return is_held(parameter, in_own_memory=base is not None and _handed_out.get(id(base)) is not base)
 
 
 def _about(gradient: torch.Tensor | None) -> tuple[torch.layout, int, torch.Tensor | None]:
@@ -168,9 +170,9 @@ def _views_of(run: Run, flat: torch.Tensor) -> Sequence[torch.Tensor]:
     return (block,) if run.count == 1 else block.unbind()
 
 
-# So often at least, a gradient's arrival is an occasion to see what can be sent: on a CPU, and on a GPU,
-# where the host is ahead anyway.
-LISTEN_EVERY = (8, 32)
+# So often at least, a gradient's arrival is an occasion to see what can be sent.
+LISTEN_EVERY = 8
+LISTEN_EVERY_ON_GPU = 32  # there the host is ahead anyway
 NOWHERE = (-1, None)
 APART = (-2, None)  # sparse: it has no slot
 
@@ -215,7 +217,8 @@ class Layout:
     def _quiet_in(self, shelf: Shelf) -> frozenset[int]:
         arrival = {index: number for number, index in enumerate(self.plan.basis)}
         expected = sorted(shelf.indices, key=lambda index: arrival[index])
-        heard = {expected[-1], *expected[:: LISTEN_EVERY[not shelf.on_cpu]]}
+        every = LISTEN_EVERY if shelf.on_cpu else LISTEN_EVERY_ON_GPU
+        heard = {expected[-1], *expected[::every]}
         return frozenset(i for i in expected if i not in heard and self.route[i][1] is None)
 
     def places_of(self, indices: tuple[int, ...]) -> Sequence[Parcel]:
@@ -245,9 +248,8 @@ class Packet:
         self._adds_to_last = shelf.last_flat is not None  # zero_grad() has not freed what was handed out
         self._taken: set[int] = set()
         self._is_patchy = False  # some of the small ones have been taken, too
-        self.kept: dict[
-            int, torch.Tensor
-        ] = {}  # gradients that somebody else holds, too: they stay ``.grad``
+        # By position, gradients that somebody else holds, too: they stay ``.grad``.
+        self.kept: dict[int, torch.Tensor] = {}
         self._flat: torch.Tensor | None = None
         self.views: Sequence[torch.Tensor] = ()
         self.is_out_of_hand = False  # every gradient is a view of the flat tensor
@@ -306,8 +308,6 @@ class Packet:
         """Replace the gradients of this backward by views, so that what was copied is freed."""
         shelf = self.shelf
         self.is_out_of_hand = not (hide or self.kept) and all(map(seen.__contains__, shelf.indices))
-        if self.is_out_of_hand and self._is_full and not self._is_patchy:
-            return  # take() has done it
         if self.is_out_of_hand:
             for parameter, view in zip(shelf.parameters, self.views, strict=True):
                 parameter.grad = view
@@ -359,14 +359,14 @@ class Packet:
             if version and layout is STRIDED and _is_held(parameter, base):
                 self.kept[position] = gradients[position]  # type: ignore[assignment] # it is there
 
-    def write_kept(self, untouched: Container[int]) -> None:
+    def write_kept(self, views: Sequence[torch.Tensor], untouched: Container[int]) -> None:
         """Give those gradients what was reduced, but for parameters that no rank has used."""
         indices, parameters = self.shelf.indices, self.shelf.parameters
         kept = {p: gradient for p, gradient in self.kept.items() if indices[p] not in untouched}
         if not kept:
             return
         with torch.no_grad():
-            values = [self.views[position] for position in kept]
+            values = [views[position] for position in kept]
             torch._foreach_copy_([gradient.detach() for gradient in kept.values()], values)
         for position, gradient in kept.items():
             parameters[position].grad = gradient

@@ -118,7 +118,7 @@ def flatten_crowd(tensors: list[torch.Tensor]) -> torch.Tensor:
     None may be empty, or a single number. Not while a graph is recorded: that memory is gone when it is run.
     """
     flat: torch.Tensor = torch._chunk_cat(tensors, 0, 1)
-    return flat.view(-1)
+    return flat.squeeze_(0)  # no view: what is handed out later has to be a view of this very tensor
 
 
 def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:

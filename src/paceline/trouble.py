@@ -21,7 +21,7 @@ from paceline.wiring import Wiring
 
 LOOP = "in its loop"
 HALF_TOLD = (
-    "it was interrupted while it told the others of an exception: start the run again from a checkpoint"
+    "it did not come to the end of telling the others of an exception: start the run again from a checkpoint"
 )
 
 
@@ -156,8 +156,9 @@ class Trouble:
         except PeerLost as trouble:
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
         except BaseException as trouble:
-            # Half told: what this rank tells next would pass for what is missing.
-            self._engine.wiring.control.close(HALF_TOLD)
+            if not backward.is_over:
+                # Half told: what this rank tells next would pass for what is missing.
+                self._engine.wiring.control.close(HALF_TOLD)
             error.add_note(f"paceline could not tell the other ranks: {trouble}")
             if not isinstance(trouble, Exception):
                 raise
@@ -183,8 +184,10 @@ class Trouble:
         self.open(error, where)
         backward = self._engine.open_backward
         if isinstance(backward, SyncedBackward):
-            self.settle(backward, error)
-            self._engine.end_backward()
+            try:
+                self.settle(backward, error)
+            finally:
+                self._engine.end_backward()
 
     def open(self, error: BaseException, where: str = LOOP) -> None:
         """Say so, without waiting for anybody. Of several replicas, all do this before one waits."""

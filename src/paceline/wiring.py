@@ -57,14 +57,14 @@ class Wiring:
         """Whether the hook sends by the comm that it is given, where it can be counted."""
         return sends_by_comm(self.hook)
 
-    @cached_property
+    @property
     def is_sure(self) -> bool:
         """Whether the ranks may wait for the hook's collectives without asking each other first."""
         return is_sure(self.hook)
 
-    @cached_property
+    @property
     def way(self) -> Way:
-        """What the hook makes of gradients that cannot be in a bucket."""
+        """What the hook makes of gradients that cannot be in a bucket. It may change from step to step."""
         return way_of(self.hook)
 
     @cached_property

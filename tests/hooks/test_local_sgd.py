@@ -399,3 +399,17 @@ def test_one_rank_has_nobody_to_average_with(rank: int) -> None:
         train(m, torch.optim.SGD(m.parameters(), lr=0.1), rank, 0)
 
     assert torch.equal(flat(model), flat(alone))
+
+
+@ranks(2)
+def test_sparse_gradients_stay_local_as_soon_as_the_others_do(rank: int) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    paceline.replicate(model, hook=local_sgd(every=100, start_step=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.tensor([rank])).sum().backward()
+        rows = model[0].weight.grad.coalesce().indices().tolist()
+        optimizer.step()
+
+    assert rows == [[rank]]
