@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_not
 from types import NoneType
 
 import torch
@@ -33,6 +34,11 @@ RUN_LENGTH = 4
 
 
 STRIDED = torch.strided
+
+
+# Every gradient of every step is asked: not in Python.
+_VERSION = attrgetter("_version")
+_IS_THERE = functools.partial(is_not, None)
 
 
 class SparseGradient(Exception):
@@ -351,10 +357,9 @@ class Packet:
         """Note which gradients autograd has added to while somebody else holds them: a list of the user's, or
         one flat tensor for all. What was there before is what autograd has written in place.
         """
-        there = [position for position, gradient in enumerate(gradients) if gradient is not None]
-        if not any(gradients[position]._version for position in there):  # type: ignore[union-attr]
+        if not any(map(_VERSION, filter(_IS_THERE, gradients))):
             return
-        for position in there:
+        for position in [p for p, gradient in enumerate(gradients) if gradient is not None]:
             parameter, (layout, version, base) = self.shelf.parameters[position], _about(gradients[position])
             if version and layout is STRIDED and _is_held(parameter, base):
                 self.kept[position] = gradients[position]  # type: ignore[assignment] # it is there
