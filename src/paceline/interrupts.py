@@ -30,17 +30,21 @@ class _Interrupts(threading.local):
             if error is None or isinstance(error, Exception):
                 raise kept from error
 
-    def put_off(self, wait: Callable[[], T], again: Callable[[], T] | None = None) -> T:
-        """Wait for other ranks, and do so again (or ``again``) if that is interrupted inside the context."""
+    def keep(self, error: BaseException) -> None:
+        """Put an interrupt off. Raises it, if this is outside of the context, or it is the second one."""
+        if not self._depth or self._kept is not None:
+            raise error
+        self._kept = error
+
+    def put_off(self, wait: Callable[[], T]) -> T:
+        """Wait for other ranks, and do so again if that is interrupted inside the context."""
         try:
             return wait()
         except PacelineError:  # no interrupt
             raise
         except BaseException as error:
-            if not self._depth or self._kept is not None:
-                raise
-            self._kept = error
-        return (again or wait)()
+            self.keep(error)
+        return wait()
 
 
 interrupts = _Interrupts()

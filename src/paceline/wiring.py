@@ -57,7 +57,7 @@ class Wiring:
         """Whether the hook sends by the comm that it is given, where it can be counted."""
         return sends_by_comm(self.hook)
 
-    @property
+    @cached_property
     def is_sure(self) -> bool:
         """Whether the ranks may wait for the hook's collectives without asking each other first."""
         return is_sure(self.hook)

@@ -80,10 +80,13 @@ class Control(ABC):
 
     def hear(self, topic: Topic, seconds: float, waiter: Waiter | None = None) -> list[bytes]:
         """Collect; where interrupts are put off, one does not end the wait, but makes it shorter."""
-        return interrupts.put_off(
-            lambda: self.collect(topic, seconds, waiter),
-            lambda: self.collect(topic, min(seconds, HEAR_SECONDS), waiter),
-        )
+        try:
+            return self.collect(topic, seconds, waiter)
+        except PacelineError:  # no interrupt
+            raise
+        except BaseException as error:
+            interrupts.keep(error)
+            return self.collect(topic, min(seconds, HEAR_SECONDS), waiter)
 
     def close(self, why: str) -> None:
         """Say nothing to any rank any more. ``why`` is what this process says of it later."""
