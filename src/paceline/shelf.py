@@ -286,10 +286,7 @@ class Packet:
             view = self.views[position]
             if gradient._version and _is_held(parameter, gradient._base):
                 self.kept[position] = gradient
-            if self.scale == 1:
-                torch.cat((gradient,), out=view)
-            else:
-                torch.mul(gradient, self._factor, out=view)
+            self._put(view, gradient)
             taken.add(position)
         parameter.grad = None if hide else view
 
