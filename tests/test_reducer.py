@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.backward import SyncedBackward
 from paceline.meeting import Meeting
+from paceline.shelf import Packet
 from paceline.testing import ranks
 
 SIZE = 2
@@ -733,6 +734,63 @@ def test_most_small_gradients_are_only_noted_once_the_order_is_known(rank: int) 
     assert len(heard) == 5 + 1  # of 40: every eighth, and the last one
     assert reducer.recorder.last is not None
     assert sorted(reducer.recorder.last.arrival) == list(range(40))
+
+
+class Tower(nn.Module):
+    """Layers whose weights are large enough to be copied as they come, and a small bias between them."""
+
+    def __init__(self, layers: int = 20) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@ranks(2)
+def test_most_large_gradients_are_copied_as_they_come_and_nothing_else_once_the_order_is_known(
+    rank: int,
+) -> None:
+    model, alone = Tower(), Tower()
+    paceline.replicate(model, bucket_mb=25)
+    heard: list[int] = []
+    copied: list[int] = []
+    for _ in range(2):
+        loss_of(model, share(batch(width=128), rank)).backward()
+        model.zero_grad()
+    loss = loss_of(model, share(batch(width=128), rank))
+
+    with (
+        mock.patch.object(SyncedBackward, "arrived", spy_on(SyncedBackward.arrived, heard)),
+        mock.patch.object(Packet, "take", spy_on(Packet.take, copied)),
+    ):
+        loss.backward()
+
+    large = {i for i, p in enumerate(model.parameters()) if p.dim() == 2}
+    assert len(heard) == 5 + 1  # of 40: every eighth, and the last one
+    assert len(copied) == len(large - set(heard))
+    loss_of(alone, batch(width=128)).backward()
+    assert_same(gradients(model), gradients(alone))
+
+
+@ranks(2)
+def test_what_a_later_hook_puts_in_the_place_of_a_copied_gradient_does_not_stay_there(rank: int) -> None:
+    model, alone = Tower(), Tower()
+    paceline.replicate(model, bucket_mb=25)
+    weight = model.layers[9].weight
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    for _ in range(2):
+        loss_of(model, share(batch(width=128), rank)).backward()
+        model.zero_grad()
+    loss_of(alone, batch(width=128)).backward()
+
+    node.register_hook(lambda *_: setattr(weight, "grad", torch.zeros_like(weight)))
+    loss_of(model, share(batch(width=128), rank)).backward()
+
+    assert_same(gradients(model), gradients(alone))
 
 
 def learned(rank: int) -> Any:

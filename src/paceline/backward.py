@@ -15,6 +15,7 @@ import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from paceline.landing import hook_failed
 from paceline.meeting import Meeting
 from paceline.outbox import Outbox
 from paceline.recorder import StepRecord
-from paceline.shelf import APART, NOWHERE, Layout
+from paceline.shelf import APART, NOWHERE, Layout, Packet
 from paceline.tally import Outcome, Tally, mixed_up, peer_failed
 from paceline.torch_private import shown_in_profiles
 from paceline.tree import Tree
@@ -58,6 +59,7 @@ class TooLate(Exception):
 
 
 NONE: frozenset[int] = frozenset()
+NO_PLACES: Mapping[int, tuple[int, int]] = MappingProxyType({})
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -70,6 +72,8 @@ class LocalBackward:
     """A backward inside ``no_sync()``: it only notes what now differs between the ranks."""
 
     quiet = NONE
+    warm = NO_PLACES
+    packets: Sequence[Packet] = ()
     is_pass = False
 
     def __init__(
@@ -141,14 +145,16 @@ class SyncedBackward:
         self._held = held
         self._tree = tree
         self.seen: dict[int, None] = {}
-        # Whose gradients need only be noted in ``seen``; whoever notes them need not call ``arrived()``.
-        self.quiet = layout.quiet if tree is None and not held else NONE
+        # Who hears of a gradient of these need not call ``arrived()``: it is to be noted in ``seen``, and, if
+        # it is a warm one, to be taken by its packet.
+        self.quiet, self._unheard = layout.quiet, layout.unheard
+        self.warm: Mapping[int, tuple[int, int]] = layout.warm
         record.arrival = self.seen
         self._late: set[int] = set()
-        self._waiting = list(layout.heard_counts if self.quiet else layout.counts)
+        self._waiting = list(layout.heard_counts)
         self._meeting = Meeting(wiring, layout.plan, record)
         self._outbox = Outbox(wiring, layout, record, self._meeting, in_order=tree is not None)
-        self._packets, self._flights = self._outbox.packets, self._outbox.flights  # the same two lists
+        self.packets, self._flights = self._outbox.packets, self._outbox.flights  # the same two lists
         self._apart = Apart(wiring, layout, self._outbox)
         self._foretold = Foretold(wiring, self._meeting, record)
         self._sending = threading.Lock()  # nobody waits for it: who comes second leaves it to the first
@@ -206,6 +212,8 @@ class SyncedBackward:
         self._weight = 1.0 if ledger.total is None else ledger.total
         self._counts_across = kind is not Kind.LEFT
         self._hold = in_graph or hold or set_back is not None
+        if self._hold or self._tree is not None or self._held:
+            self._listen()
         step, wiring = self.step, self._wiring
         told = [rider.opens(step) for rider in wiring.riders] if not failure else ()
         digest, terms = self._layout.plan.digest, wiring.terms_digest
@@ -235,9 +243,9 @@ class SyncedBackward:
                 "report this"
             )
         if position is not None and (self._tree is None or not self._tree.holds(parameter)):
-            self._packets[place].take(position, hide=self._outbox.hidden)
+            self.packets[place].take_odd(position, hide=self._outbox.hidden)
         waiting = self._waiting
-        if parameter not in self.quiet:
+        if parameter not in self._unheard:
             waiting[place] -= 1
         if following < len(waiting) and not waiting[following]:
             self._send_complete()
@@ -256,16 +264,16 @@ class SyncedBackward:
 
     def _next_is_complete(self) -> bool:
         """Tell whether every gradient of the next bucket is there."""
-        place, quiet = len(self._flights), self.quiet
+        place = len(self._flights)
         if place >= len(self._waiting) or self._waiting[place]:
             return False
-        return not quiet or self.seen.keys() >= self._layout.quiet_in[place]
+        return not self._unheard or self.seen.keys() >= self._layout.unheard_in[place]
 
     def _listen(self) -> None:
         """Have every arrival reported from now on: parameters may get more than one gradient."""
-        for index in self.quiet - self.seen.keys():
+        for index in self._unheard - self.seen.keys():
             self._waiting[self._route[index][0]] += 1
-        self.quiet = NONE
+        self.quiet, self.warm, self._unheard = NONE, NO_PLACES, NONE
 
     def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Take gradients out of the middle of a compiled backward, before autograd has them.
@@ -292,7 +300,7 @@ class SyncedBackward:
             and index not in self.seen
             and index not in self._held
             and self._layout.parameters[index].grad is None
-            and self._packets[place].shelf.fits(gradient)
+            and self.packets[place].shelf.fits(gradient)
         )
 
     def _pack(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
@@ -301,7 +309,7 @@ class SyncedBackward:
         with torch.no_grad():
             for parcel in parcels:
                 given = [gradients[number] for number in parcel.numbers]
-                self._packets[parcel.place].take_given(parcel.positions, given)
+                self.packets[parcel.place].take_given(parcel.positions, given)
                 self._waiting[parcel.place] -= len(given)
         self.seen.update(dict.fromkeys(indices))
         self._send_complete()
@@ -329,8 +337,9 @@ class SyncedBackward:
             return
         place, position = self._layout.place_of(parameter)
         if self._hold or place >= len(self._flights):
-            if self._packets[place].holds(position):
-                self._packets[place].take(position, hide=self._outbox.hidden)  # adds to what was taken before
+            packet = self.packets[place]
+            if packet.holds(position):
+                packet.take_odd(position, hide=self._outbox.hidden)  # adds to what was taken before
         elif self._outbox.hidden and parameter not in self.settled:
             self._late.add(parameter)
         else:
@@ -382,7 +391,7 @@ class SyncedBackward:
         self.agree()
         with _without_graph():
             if self._tree is not None and not empty:
-                self._tree.fold(self._packets[len(self._flights)].shelf.indices, self._weight)
+                self._tree.fold(self.packets[len(self._flights)].shelf.indices, self._weight)
             factor = self._factor
             empty |= self._adds_nothing or not factor
             complete = complete or self._next_is_complete()

@@ -118,6 +118,10 @@ class Reducer:
             if index not in backward.seen:
                 if index in backward.quiet:
                     backward.seen[index] = None
+                elif index in backward.warm:
+                    backward.seen[index] = None
+                    place, position = backward.warm[index]
+                    backward.packets[place].take(position)
                 else:
                     backward.arrived(index)
             elif outputs[0] is not None:

@@ -208,24 +208,28 @@ class Layout:
             for position, index in enumerate(shelf.indices)
         }
         self.route |= dict.fromkeys(plan.sparse, APART)
-        # By bucket, the parameters whose arrival is noted, and nothing else done. Only where the order is
-        # known: the last one of a bucket must not be among them.
-        self.quiet_in = [self._quiet_in(shelf) if is_learned else frozenset() for shelf in self.shelves]
-        self.quiet: frozenset[int] = frozenset().union(*self.quiet_in)
-        self.heard_counts = [
-            len(shelf.indices) - len(quiet) for shelf, quiet in zip(self.shelves, self.quiet_in, strict=True)
-        ]
-        self._parcels: dict[tuple[int, ...], list[Parcel]] = {}
         self._positions = {
             index: position for shelf in self.shelves for position, index in enumerate(shelf.indices)
         }
+        # By bucket, the parameters whose arrival is no occasion to send anything. Only where the order is
+        # known: the last one of a bucket must not be among them.
+        self.unheard_in = [self._unheard_in(shelf) if is_learned else frozenset() for shelf in self.shelves]
+        self.unheard: frozenset[int] = frozenset().union(*self.unheard_in)
+        # Of these, what is copied as soon as it arrives, with its place; the others are only noted.
+        self.warm = {i: self.place_of(i) for i in self.unheard if self.route[i][1] is not None}
+        self.quiet = self.unheard - self.warm.keys()
+        self.heard_counts = [
+            len(shelf.indices) - len(unheard)
+            for shelf, unheard in zip(self.shelves, self.unheard_in, strict=True)
+        ]
+        self._parcels: dict[tuple[int, ...], list[Parcel]] = {}
 
-    def _quiet_in(self, shelf: Shelf) -> frozenset[int]:
+    def _unheard_in(self, shelf: Shelf) -> frozenset[int]:
         arrival = {index: number for number, index in enumerate(self.plan.basis)}
         expected = sorted(shelf.indices, key=lambda index: arrival[index])
         every = LISTEN_EVERY if shelf.on_cpu else LISTEN_EVERY_ON_GPU
         heard = {expected[-1], *expected[::every]}
-        return frozenset(i for i in expected if i not in heard and self.route[i][1] is None)
+        return frozenset(i for i in expected if i not in heard)
 
     def places_of(self, indices: tuple[int, ...]) -> Sequence[Parcel]:
         """Sort parameters that always come together by their buckets."""
@@ -251,6 +255,7 @@ class Packet:
     def __init__(self, shelf: Shelf, scale: float) -> None:
         self.shelf = shelf
         self.scale = scale
+        self._dtype = shelf.bucket.dtype
         self._adds_to_last = shelf.last_flat is not None  # zero_grad() has not freed what was handed out
         self._taken: set[int] = set()
         self._is_patchy = False  # some of the small ones have been taken, too
@@ -266,8 +271,32 @@ class Packet:
         assert self._flat is not None
         return self._flat
 
-    def take(self, position: int, *, hide: bool) -> None:
-        """Copy a large gradient that has just arrived, and free it. Called by autograd's thread."""
+    def take(self, position: int) -> None:
+        """Copy a large gradient that has just arrived, and free it. Called by autograd's thread.
+
+        The gradient has just been through the caches, and what Python does for it is not in them any more:
+        each name that is looked up here is felt.
+        """
+        parameter = self.shelf.parameters[position]
+        gradient = parameter.grad
+        taken = self._taken
+        # One that is new, and nobody else's.
+        if (
+            gradient is None
+            or gradient._version
+            or gradient.dtype is not self._dtype
+            or gradient.layout is not STRIDED
+            or position in taken
+        ):
+            self.take_odd(position, hide=False)
+            return
+        view = (self.views or self._start())[position]
+        self._put(view, gradient)
+        taken.add(position)
+        parameter.grad = view
+
+    def take_odd(self, position: int, *, hide: bool) -> None:
+        """Do the same for any gradient. With ``hide`` autograd may come back to the parameter."""
         shelf, taken = self.shelf, self._taken
         parameter = shelf.parameters[position]
         gradient = parameter.grad
@@ -277,13 +306,11 @@ class Packet:
             view = self.views[position]
             if gradient is not view:
                 view.add_(gradient.detach(), alpha=self.scale)
-        # What is odd stays where it is until the bucket is full.
+        # What does not fit stays where it is until the bucket is full.
         elif not shelf.fits(gradient) or (self._adds_to_last and shelf.is_resident(position, gradient)):
             return
         else:
-            if self._flat is None:
-                self._start()
-            view = self.views[position]
+            view = (self.views or self._start())[position]
             if gradient._version and _is_held(parameter, gradient._base):
                 self.kept[position] = gradient
             self._put(view, gradient)
@@ -312,8 +339,11 @@ class Packet:
         shelf = self.shelf
         self.is_out_of_hand = not (hide or self.kept) and all(map(seen.__contains__, shelf.indices))
         if self.is_out_of_hand:
-            for parameter, view in zip(shelf.parameters, self.views, strict=True):
-                parameter.grad = view
+            taken = self._taken
+            for position, (parameter, view) in enumerate(zip(shelf.parameters, self.views, strict=True)):
+                # What was taken is there already, if nobody has put anything else there. To look is cheaper.
+                if position not in taken or parameter.grad is not view:
+                    parameter.grad = view
             return
         for index, parameter, view in zip(shelf.indices, shelf.parameters, self.views, strict=True):
             if index in seen:
@@ -457,9 +487,10 @@ class Packet:
         if given:
             torch._foreach_copy_([view for view, _ in given], [gradient for _, gradient in given])
 
-    def _start(self) -> None:
+    def _start(self) -> Sequence[torch.Tensor]:
         self._flat = self.shelf.empty()
         self.views = self.shelf.views(self._flat)
+        return self.views
 
     def _put_together(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Copy some gradients, the small ones by one operator."""
