@@ -175,7 +175,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             mark_precision(self.module, self._settings.precision.param, self._settings.left_out)
         _wrappers[self.module] = weakref.ref(self)
         # The wrapper is the user's handle: when it goes, the module is plain again and may be wrapped anew.
-        weakref.finalize(self, self._replica.detach).atexit = False
+        weakref.finalize(self, self._replica.end).atexit = False
 
     # ---- what torch's users and frameworks read --------------------------------------------------
 
@@ -227,14 +227,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Whether a backward started now would be reduced. Scripts set it to accumulate without
         ``no_sync()``.
         """
-        reducer = self._replica.reducer if self._replica else None
-        return reducer.sync if reducer else self._sync_by_default
+        reducers = self._replica.reducers_in_use() if self._replica else []
+        return reducers[-1].sync if reducers else self._sync_by_default
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._sync_by_default = bool(value)
-        if self._replica and self._replica.reducer:
-            self._replica.reducer.sync = bool(value)
+        for reducer in self._replica.reducers_in_use() if self._replica else ():
+            reducer.sync = bool(value)
 
     # ---- training --------------------------------------------------------------------------------
 

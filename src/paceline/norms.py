@@ -29,28 +29,26 @@ Named = tuple[str, torch.Tensor]
 Pieces = dict[Spread | None, list[torch.Tensor]]
 
 
-def grad_norm(
-    named: Sequence[Named], reducer: Reducer | None, norm_type: float, what: str = "grad_norm()"
-) -> torch.Tensor:
+def grad_norm(named: Sequence[Named], reducers: Sequence[Reducer], norm_type: float) -> torch.Tensor:
     """Return the norm of the gradients of some parameters, seen as one vector."""
     order = _read_order(norm_type)
-    _check(named, reducer, what)
+    _check(named, reducers, "grad_norm()")
     with torch.no_grad():
-        return _norm(_pieces(named, reducer), order, _home(named))
+        return _norm(_pieces(named, reducers), order, _home(named))
 
 
 def clip_grad_norm(
     named: Sequence[Named],
-    reducer: Reducer | None,
+    reducers: Sequence[Reducer],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """Scale the gradients, in place, so that their norm is at most ``max_norm``; return what it was."""
     limit, order = _read_limit(max_norm), _read_order(norm_type)
-    _check(named, reducer, "clip_grad_norm_()")
+    _check(named, reducers, "clip_grad_norm_()")
     with torch.no_grad():
-        pieces = _pieces(named, reducer)
+        pieces = _pieces(named, reducers)
         total = _norm(pieces, order, _home(named))
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise _not_finite(named, total, order)
@@ -58,19 +56,20 @@ def clip_grad_norm(
     return total
 
 
-def _check(named: Sequence[Named], reducer: Reducer | None, what: str) -> None:
+def _check(named: Sequence[Named], reducers: Sequence[Reducer], what: str) -> None:
     """Refuse gradients that only this rank has, and those that an optimizer inside backward has freed."""
-    if reducer is not None and reducer.wiring.consumer is not None:
-        norm_gate.check([parameter for _, parameter in named])
-    held = reducer.passes.holding([parameter for _, parameter in named]) if reducer is not None else ()
-    if held:
-        names = [name for name, parameter in named if any(parameter is each for each in held)]
-        raise ValueError(
-            f"{what} looks at .grad, but these gradients are in a context of distributed autograd: "
-            f"{name_some(names)}. Take their norm from torch.distributed.autograd.get_gradients()"
-        )
-    if reducer is not None and reducer.wiring.comm.size > 1:
-        check_gradients(reducer, what)
+    parameters = [parameter for _, parameter in named]
+    for reducer in reducers:
+        if reducer.wiring.consumer is not None:
+            norm_gate.check(parameters)
+        if held := reducer.passes.holding(parameters):
+            names = [name for name, parameter in named if any(parameter is each for each in held)]
+            raise ValueError(
+                f"{what} looks at .grad, but these gradients are in a context of distributed autograd: "
+                f"{name_some(names)}. Take their norm from torch.distributed.autograd.get_gradients()"
+            )
+        if reducer.wiring.comm.size > 1:
+            check_gradients(reducer, what)
 
 
 def _read_order(norm_type: float) -> float:
@@ -90,14 +89,16 @@ def _read_limit(max_norm: float) -> float:
 # ---- where the gradients lie --------------------------------------------------------------------------
 
 
-def _pieces(named: Sequence[Named], reducer: Reducer | None) -> Pieces:
+def _pieces(named: Sequence[Named], reducers: Sequence[Reducer]) -> Pieces:
     """Return as few tensors as hold every gradient once, by how they are spread over other ranks."""
     pieces: Pieces = {None: []}
-    covered: set[int] = set()
-    for shelf in reducer.shelves if reducer is not None else ():
+    asked, covered = {id(parameter) for _, parameter in named}, set[int]()
+    for shelf in [shelf for reducer in reducers for shelf in reducer.shelves]:
         for stretch, positions in _stretches(shelf):
-            pieces.setdefault(spread_of(shelf.parameters[positions[0]]), []).append(stretch)
-            covered.update(id(owner_of(shelf.parameters[position])) for position in positions)
+            inside = {id(owner_of(shelf.parameters[position])) for position in positions}
+            if inside <= asked:  # of a keeper's, some may be another module's
+                pieces.setdefault(spread_of(shelf.parameters[positions[0]]), []).append(stretch)
+                covered |= inside
     for _, parameter in named:
         gradient = parameter.grad
         if gradient is not None and id(parameter) not in covered:

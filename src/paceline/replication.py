@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +56,8 @@ from paceline.settings import (
     wishes_for,
 )
 from paceline.sharded import check_sharding, leaf_of
-from paceline.starting import agree_and_take_state, agree_on_hook, shared_with
+from paceline.sharing import Sharing, everyone, keepers_of
+from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
 from paceline.torch_private import agent_is_set
 from paceline.warming import total_of, warm_up
@@ -88,22 +89,24 @@ class Replica:
         comm.set_patience(settings.timeout_seconds, settings.stall_seconds)
         adopt(module)
         if original is None:
-            if shared_with(module, _replicas.copy()):
+            if keepers_of(module, settings.left_out, _everyone()):
                 gc.collect()  # what nobody can reach any more holds nothing
+            replaces = replaces or _ended(module)
             others = {key: other for key, other in _replicas.copy().items() if other is not replaces}
-            agree_and_take_state(module, comm, settings, others)
+            agree_and_take_state(module, comm, settings, others, _everyone(replaces))
             rest_at_exit()
             module_watch.start()
             watch_loaders()
             get_ready_to_compile()
             stay_out_of_scripts()
-        watched = watched_in(module, settings.left_out)
+        self.sharing = Sharing(keepers_of(module, settings.left_out, _everyone(replaces)))
+        watched = self.sharing.own(watched_in(module, settings.left_out))
         if original is None:
             agree_on_hook(settings.hook, watched, comm)
         else:
             bind(settings.hook, [(name, leaf_of(p)) for name, p in watched], comm)
         if replaces is not None:
-            replaces.detach()
+            replaces._detach()
         self._low_precision: LowPrecision | None = None
         if settings.precision is not None:
             self._low_precision = LowPrecision(module, settings.precision, settings.left_out)
@@ -129,7 +132,8 @@ class Replica:
         self._make_reducer = functools.partial(Reducer, watched, caps=settings.caps, wishes=wishes)
         self.reducer: Reducer | None = None
         self._schedule: auditing.Schedule | None = None
-        if watched and (settings.deterministic or settings.check_finite or not comm.is_solo):
+        self.sharing.begin(self, replaces)
+        if self._is_of_use and (settings.deterministic or settings.check_finite or not comm.is_solo):
             wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
             self.reducer = self._make_reducer(wiring=wiring)
             self.reducer.set_across(self._link_across(original))
@@ -143,7 +147,7 @@ class Replica:
             self.reducer.look_again = self._look_again
         self._forward_handles = self._watch_forward(module)
         _replicas[self._key] = self
-        weakref.finalize(module, self.detach).atexit = False
+        weakref.finalize(module, self.end).atexit = False
 
     def _guard(self) -> None:
         if self.reducer and self.settings.guard and self.size > 1:
@@ -159,6 +163,16 @@ class Replica:
     def _name_of_copy(self) -> bytes:
         self._copies += 1
         return self.name + b"/%d" % self._copies
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The replicated module, as long as it is there."""
+        return self._module()
+
+    @property
+    def _is_of_use(self) -> bool:
+        """Whether the module has anything that can have a gradient."""
+        return bool(self._watched or self.sharing.keepers)
 
     @property
     def rank(self) -> int:
@@ -182,8 +196,7 @@ class Replica:
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Keep the gradients of the backwards inside local; the next backward outside reduces their sum."""
-        reducer = self._reducer_even_alone()
-        return reducer.no_sync(enabled=enabled) if reducer else _nothing()
+        return _all_of(reducer.no_sync(enabled=enabled) for reducer in self.reducers())
 
     def accumulate(self, micro_batches: int) -> AbstractContextManager[None]:
         """Reduce once for several backwards: in the last of ``micro_batches``, or when the block ends early.
@@ -193,8 +206,7 @@ class Replica:
         """
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise ValueError(f"micro_batches has to be a positive number, got {micro_batches!r}")
-        reducer = self._reducer_even_alone()
-        return reducer.accumulate(micro_batches) if reducer else _nothing()
+        return _all_of(reducer.accumulate(micro_batches) for reducer in self.reducers())
 
     @contextmanager
     def weight(self, samples: float) -> Iterator[None]:
@@ -202,8 +214,8 @@ class Replica:
 
         Every rank uses it, or none; a weight of 0 leaves this rank's gradients out, whatever they are.
         """
-        reducer = self._reducer_even_alone()
-        if reducer is None:
+        reducers = self.reducers()
+        if not reducers:
             yield
             return
         try:
@@ -214,9 +226,12 @@ class Replica:
                 )
             weight = read_weight(samples)
         except (TypeError, ValueError) as error:
-            reducer.trouble.tell(error)
+            for reducer in reducers:
+                reducer.trouble.open(error)
+            for reducer in reducers:
+                reducer.trouble.tell(error)
             raise
-        with reducer.weight(weight):
+        with _all_of(reducer.weight(weight) for reducer in reducers):
             yield
 
     def skip(self) -> None:
@@ -224,6 +239,7 @@ class Replica:
 
         So step the optimizer after it as after a backward.
         """
+        self._refuse_shared("skip()", "Run a backward inside weight(model, 0) in its place")
         reducer = self._reducer_even_alone()
         if reducer is not None:
             reducer.skip()
@@ -252,7 +268,7 @@ class Replica:
         """
         module = self._module()
         assert module is not None
-        with self.busy("compiling"):
+        with self.busy("compiling"), self.no_sync():
             run = module if forward is None else forward  # what is compiled may have a length, and no truth
             warm_up(module, self.reducer, run, total_of if loss is None else loss, inputs, kwargs)
 
@@ -266,12 +282,31 @@ class Replica:
 
     def _reducer_even_alone(self) -> Reducer | None:
         """Return the reducer; a process alone gets one, so that it does what it does among many."""
-        if self.reducer is None and self._watched:
+        if self.reducer is None and self._is_of_use:
             self.reducer = self._make_reducer(
                 wiring=_wiring(self.name, self.comm, self.settings, self.buffers, self._model)
             )
             self._renew_checks()
         return self.reducer
+
+    def reducers(self) -> list[Reducer]:
+        """Return the reducers of all its parameters: those of its keepers, and its own."""
+        found = [each._reducer_even_alone() for each in (*self.sharing.keepers, self)]
+        return [reducer for reducer in found if reducer is not None]
+
+    def reducers_in_use(self) -> list[Reducer]:
+        """Return those that there are."""
+        return [each.reducer for each in (*self.sharing.keepers, self) if each.reducer is not None]
+
+    def _refuse_shared(self, what: str, advice: str) -> None:
+        """Refuse what cannot be done by several replicas at once."""
+        module = self._module()
+        if self.sharing.keepers and module is not None:
+            left = name_some([name for name, _ in self.sharing.left(module, self.settings.left_out)])
+            raise ValueError(
+                f"{what} is not for a {self._model} that shares parameters with a module which was "
+                f"replicated before, and reduces them: {left}. {advice}"
+            )
 
     # ---- what the ranks compare ------------------------------------------------------------------
 
@@ -321,7 +356,7 @@ class Replica:
 
         On a GPU nothing waits for it.
         """
-        return grad_norm(self._named(), self.reducer, norm_type)
+        return grad_norm(self._named(), self.reducers_in_use(), norm_type)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -331,10 +366,14 @@ class Replica:
         It does what ``torch.nn.utils.clip_grad_norm_`` does, with a few operators for each bucket in place of
         some for each parameter. All ranks have the same gradients, so nothing is sent.
         """
-        return clip_grad_norm(self._named(), self.reducer, max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm(self._named(), self.reducers_in_use(), max_norm, norm_type, error_if_nonfinite)
 
     def _named(self) -> Sequence[tuple[str, torch.Tensor]]:
-        return list(self.reducer.named()) if self.reducer else self._watched
+        named: list[tuple[str, torch.Tensor]] = [*(self.reducer.named() if self.reducer else self._watched)]
+        module = self._module()
+        if self.sharing.keepers and module is not None:
+            named += self.sharing.left(module, self.settings.left_out)
+        return named
 
     # ---- what is done with the gradients ---------------------------------------------------------
 
@@ -394,6 +433,7 @@ class Replica:
         check_beside_optimizer(self.hook, self.settings.unused)
         finite.refuse_beside_optimizer(self.settings.check_finite)
         auditing.refuse_beside_optimizer(self._schedule)
+        self._refuse_shared("An optimizer inside backward", "Step after backward()")
         if self.settings.deterministic:
             raise ValueError(
                 "deterministic=True and an optimizer inside backward exclude each other: sums in a fixed "
@@ -411,6 +451,7 @@ class Replica:
         """Work with the ranks of another group from now on: each of them calls this, nothing is copied."""
         module = self._module()
         assert module is not None
+        self._refuse_shared("Another group", "detach() this one first")
         if self.reducer is not None:
             self.reducer.check_may_change("the group")
         comm = comm_for(group, None, module)
@@ -456,6 +497,7 @@ class Replica:
         """Begin a block in which ranks may run out of batches."""
         if self.is_joining:
             raise RuntimeError("join() inside join(): end the outer block first")
+        self._refuse_shared("join()", "Give every rank the same number of batches")
         if self.reducer is not None:
             self.reducer.check_may_join()
         self.is_joining = True
@@ -477,13 +519,13 @@ class Replica:
 
     def open_failure(self, error: BaseException) -> None:
         """Say that this rank's loop has ended with an exception, without waiting for anybody."""
-        if self.reducer:
-            self.reducer.trouble.open(error)
+        for reducer in self.reducers_in_use():
+            reducer.trouble.open(error)
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the others know that this rank's loop has ended with an exception."""
-        if self.reducer:
-            self.reducer.trouble.tell(error)
+        for reducer in self.reducers_in_use():
+            reducer.trouble.tell(error)
 
     def take_state(self, source: int) -> None:
         """Take one rank's parameters, and those buffers that are kept equal while the module is trained.
@@ -551,9 +593,13 @@ class Replica:
 
     def _on_forward_failed(self, error: BaseException) -> None:
         """Tell the others that no backward is going to follow. Called by a hook of the module."""
-        if self.reducer is not None and self._trains_here():
-            self.reducer.trouble.forget_told(error, self._forward_began_at)
-            self.reducer.trouble.tell(error, "in its forward")
+        if self._trains_here():
+            reducers = self.reducers_in_use()
+            for reducer in reducers:
+                reducer.trouble.forget_told(error, self._forward_began_at)
+                reducer.trouble.open(error, "in its forward")
+            for reducer in reducers:
+                reducer.trouble.tell(error)
 
     def _trains_here(self) -> bool:
         """Tell whether a forward that runs now is to be followed by a reduced backward."""
@@ -581,7 +627,7 @@ class Replica:
         if module is None or reducer is None:
             return
         changes = module_watch.changes
-        watched = watched_in(module, self.settings.left_out)
+        watched = self._watched_now(module)
         if not all(isinstance(p, nn.Parameter) and p.is_leaf for _, p in watched):
             return  # something stands in for the parameters, for this forward: the backward is going to look
         if [id(p) for _, p in watched] == [id(p) for p in reducer.parameters]:
@@ -608,6 +654,12 @@ class Replica:
         if self.settings.take_state and new:
             finish_broadcast(start_broadcast(new, self.comm))
 
+    def _watched_now(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Return what a module has now and does not leave to others, and what others leave to it."""
+        watched = self.sharing.own(watched_in(module, self.settings.left_out))
+        known, entrusted = {id(p) for _, p in watched}, self.sharing.entrusted()
+        return watched + [(name, p) for name, p in self._watched if id(p) in entrusted - known]
+
     def _on_forward(self, when: Policy) -> None:
         """Make the buffers equal that are due. Called by a hook of the module, around its forward.
 
@@ -630,6 +682,26 @@ class Replica:
 
     def detach(self) -> nn.Module | None:
         """Take everything off again. The module stays as it is, a plain module from now on."""
+        if self.sharing.is_needed:
+            names = [type(leaver.module).__name__ for leaver in self.sharing.leavers]
+            raise ValueError(
+                f"this {self._model} reduces parameters that it shares with {name_some(sorted(names))}, "
+                "which was replicated later: detach() that one first"
+            )
+        return self._detach()
+
+    def end(self) -> None:
+        """Hear that the module or its wrapper is gone: nothing is left here but what others need."""
+        if not self.sharing.is_needed:
+            self._detach()
+            return
+        self.sharing.is_over = True
+        if _replicas.get(self._key) is self:
+            del _replicas[self._key]
+        while self._forward_handles:
+            self._forward_handles.pop().remove()
+
+    def _detach(self) -> nn.Module | None:
         if _replicas.get(self._key) is self:
             del _replicas[self._key]
         if self._low_precision is not None:
@@ -641,6 +713,7 @@ class Replica:
             the_guard.remove(self.reducer)
             self.reducer.close()
             self.reducer = None
+        self.sharing.end(self)
         return self._module()
 
     # ---- figures ---------------------------------------------------------------------------------
@@ -664,7 +737,7 @@ class Replica:
 
     def parameters(self) -> Sequence[torch.Tensor]:
         """Return the parameters that are watched."""
-        return self.reducer.parameters if self.reducer else ()
+        return self.reducer.parameters if self.reducer else [parameter for _, parameter in self._watched]
 
 
 def _is_of(leaves: set[int], now: Sequence[tuple[str, Any]], before: Sequence[torch.Tensor]) -> bool:
@@ -689,6 +762,16 @@ def _is_of(leaves: set[int], now: Sequence[tuple[str, Any]], before: Sequence[to
 # Which modules are replicated. It is kept here, by identity, because what is stored in a module would
 # travel with its copies and pickles; an entry ends with its module.
 _replicas: dict[int, Replica] = {}
+
+
+def _everyone(but: Replica | None = None) -> list[Replica]:
+    """Return all replicas, those included that only go on because others leave parameters to them."""
+    return [found for found in everyone(_replicas.copy()) if found is not but]
+
+
+def _ended(module: nn.Module) -> Replica | None:
+    """Return the replica of a module whose wrapper is gone, if it goes on for others."""
+    return next((found for found in _everyone() if found.sharing.is_over and found.module is module), None)
 
 
 def _progress() -> str:
@@ -727,8 +810,11 @@ def _unwrapped(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def replicas_beside(control: Control) -> list[Replica]:
-    """Return the handles of all modules whose comm has brought along this control plane."""
-    return [found for found in _replicas.copy().values() if found.comm.own_control() is control]
+    """Return the handles of all modules whose comm has brought along this control plane, the last one first,
+    as they can be detached.
+    """
+    found = [found for found in _replicas.copy().values() if found.comm.own_control() is control]
+    return found[::-1]
 
 
 def comm_for(group: Any, mesh: Any, module: object) -> Comm:
@@ -768,3 +854,11 @@ def _riders(settings: Settings) -> list[Rider]:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+@contextmanager
+def _all_of(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

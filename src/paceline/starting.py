@@ -1,7 +1,6 @@
 """The start of a replica: what all ranks check together, before anything is attached."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
@@ -14,24 +13,25 @@ from paceline.hooks import Hook, StatefulHook
 from paceline.reducer import bind
 from paceline.settings import Settings, check_model
 from paceline.sharded import check_sharding, leaf_of
+from paceline.sharing import Holder, check_keepers, keepers_of, traits_of_sharing
 
 
-class Holder(Protocol):
-    """A replica, as far as its parameters are concerned."""
+def agree_and_take_state(
+    module: nn.Module, comm: Comm, settings: Settings, modules: Container[int], others: Sequence[Holder]
+) -> None:
+    """Make sure that all ranks can replicate the same model, and take rank 0's state.
 
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """Return the parameters that are watched."""
-
-
-Holders = Mapping[int, Holder]  # by the identity of their module
-
-
-def agree_and_take_state(module: nn.Module, comm: Comm, settings: Settings, others: Holders) -> None:
-    """Make sure that all ranks can replicate the same model, and take rank 0's state."""
+    ``modules`` are those, by identity, that are replicated, ``others`` the replicas.
+    """
+    keepers = keepers_of(module, settings.left_out, others)
     agree_to_start(
         comm,
-        lambda: _check(module, comm, settings, others),
-        lambda: [*traits_of(module, settings.own(module)), *settings.traits()],
+        lambda: _check(module, comm, settings, modules, keepers),
+        lambda: [
+            *traits_of(module, settings.own(module)),
+            *settings.traits(),
+            *traits_of_sharing(module, settings, keepers),
+        ],
     )
     if settings.take_state and comm.size > 1:
         finish_broadcast(start_broadcast(_state(module, settings.own(module)), comm))
@@ -44,14 +44,17 @@ def agree_on_hook(hook: Hook, watched: Sequence[tuple[str, nn.Parameter]], comm:
         agree_to_start(comm, lambda: bind(hook, leaves, comm), lambda: [])
 
 
-def _check(module: nn.Module, comm: Comm, settings: Settings, others: Holders) -> None:
+def _check(
+    module: nn.Module, comm: Comm, settings: Settings, modules: Container[int], keepers: Sequence[Holder]
+) -> None:
     check_model(module, settings)
     check_sharding(module, lambda: comm.ranks, is_chosen=settings.is_group_chosen)
     comm.claim(module)
-    _check_overlap(module, others)
+    _check_overlap(module, modules)
+    check_keepers(module, comm, settings, keepers)
 
 
-def _check_overlap(module: nn.Module, replicas: Holders) -> None:
+def _check_overlap(module: nn.Module, replicas: Container[int]) -> None:
     kind = type(module).__name__
     if id(module) in replicas:
         raise ValueError(
@@ -68,17 +71,6 @@ def _check_overlap(module: nn.Module, replicas: Holders) -> None:
         raise ValueError(
             f"{kind} holds parts that are replicated already: {name_some(inside)}; detach() them first"
         )
-    if shared := shared_with(module, replicas):
-        raise ValueError(
-            f"{kind} shares parameters with a module that is replicated already: {name_some(shared)}. "
-            "Replicate the outer module only, or detach() the other one first"
-        )
-
-
-def shared_with(module: nn.Module, replicas: Holders) -> list[str]:
-    """Name the parameters that belong to a replica already."""
-    owned = {id(p) for other in replicas.values() for p in other.parameters()}
-    return [name for name, parameter in module.named_parameters() if id(parameter) in owned]
 
 
 def _state(module: nn.Module, left_out: frozenset[str]) -> list[torch.Tensor]:
