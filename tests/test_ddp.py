@@ -272,6 +272,15 @@ def test_moving_inputs_goes_into_containers_and_leaves_the_rest() -> None:
             {"device_ids": [0]},
             "device_ids=[0] and output_device=None are for a module on one GPU, but this one is on cpu",
         ),
+        (
+            {"device_ids": [0, 1]},
+            "device_ids can only be None or contain a single element. One process trains on one GPU: give "
+            "the one that its module is on, got [0, 1]",
+        ),
+        (
+            {"delay_all_reduce_named_params": []},
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time",
+        ),
         ({"output_device": 1}, "device_ids=None and output_device=1 are for a module on one GPU"),
         ({"bucket_cap_mb": 0}, "greater than 0, got [0]"),
         ({"bucket_cap_mb": -3}, "greater than 0, got [-3]"),
@@ -318,6 +327,49 @@ def test_names_are_given_to_exactly_the_trained_parameters() -> None:
         model._build_debug_param_to_name_mapping([*parameters, nn.Parameter(torch.ones(2, 3))])
     with pytest.raises(ValueError, match="^Param with name bias: trained here as well, but missing from the"):
         model._build_debug_param_to_name_mapping(parameters[:1])
+
+
+class Stepping(Ours):
+    """A wrapper as frameworks write them: it replaces forward, and asks what is due around it."""
+
+    def train_step(self, x: torch.Tensor) -> torch.Tensor:
+        assert not self.reducer._rebuild_buckets()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        with self._inside_ddp_forward():
+            output = self.module(x)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.reducer.prepare_for_backward([])
+        return output
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_subclass_asks_when_buffers_are_due(rank: int, where: str) -> None:
+    model = Stepping(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+    if where == "after":
+        model._register_buffer_comm_hook(
+            model, lambda ddp, buffers: ddp._default_broadcast_coalesced(list(buffers.values()))
+        )
+    due = (model._check_sync_bufs_pre_fwd(), model._check_sync_bufs_post_fwd())
+
+    for step in range(2):
+        model.train_step(share(rank, step)).sum().backward()
+        model.zero_grad()
+    if where == "before":
+        model._sync_buffers()
+
+    assert due == (where == "before", where == "after")
+    means = [torch.zeros(3) for _ in range(2)]
+    dist.all_gather(means, model.module[1].running_mean)
+    assert torch.equal(*means)
+    assert Ours._get_active_ddp_module() is None
+
+
+def test_what_is_no_optimizer_cannot_step_inside_backward() -> None:
+    with pytest.raises(ValueError, match="^Optimizer .*int.* does not have a functional counterpart"):
+        Ours(net())._register_fused_optim(int, 0.1)
 
 
 def test_only_modules_are_wrapped() -> None:

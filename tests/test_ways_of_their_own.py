@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import paceline
 from paceline import DistributedDataParallel as Ours
@@ -69,6 +71,24 @@ def test_torchs_attribute_and_method_leave_out_too(rank: int) -> None:
     assert model.parameters_to_ignore == {"0.weight"}
 
 
+@ranks(2)
+@pytest.mark.parametrize("kind", ["on meta", "without a shape", "sharded"])
+def test_what_is_left_out_may_be_what_could_not_be_replicated(rank: int, kind: str) -> None:
+    odd = nn.LazyLinear(4) if kind == "without a shape" else nn.Linear(6, 4)
+    if kind == "on meta":
+        odd = odd.to("meta")
+    bare = nn.ModuleDict({"net": net(), "odd": odd})
+    if kind == "sharded":
+        fully_shard(odd, mesh=init_device_mesh("cpu", (2,)))
+    Ours._set_params_and_buffers_to_ignore_for_model(bare, ["odd.weight", "odd.bias"])
+
+    model = Ours(bare)
+    model.module["net"](share(rank)).square().sum().backward()
+
+    rows = everyones(bare["net"][0].weight.grad)
+    assert torch.equal(rows[0], rows[1])
+
+
 @pytest.mark.parametrize("what", ["left_out", "delayed"])
 def test_unknown_names_are_refused(what: str) -> None:
     with pytest.raises(ValueError, match=f"{what} names what Sequential does not have: 9.weight"):
@@ -114,7 +134,7 @@ def test_torchs_arguments_for_delayed_parameters(rank: int) -> None:
 
 def test_one_of_torchs_two_arguments_alone_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="delay_all_reduce_named_params and param_to_hook_all_reduce together"
+        ValueError, match="delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the"
     ):
         Ours(net(), param_to_hook_all_reduce=nn.Parameter(torch.zeros(1)))
 

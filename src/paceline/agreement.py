@@ -53,12 +53,12 @@ def or_refuse(comm: Comm, read: Callable[[], T]) -> T:
 
 def traits_of(module: nn.Module, left_out: frozenset[str] = frozenset()) -> list[Trait]:
     """Write down what has to be the same on every rank: names, shapes, dtypes, layout, what is trained."""
-    parameters = [
-        (name, f"{_shape(p)} {_dtype(p)}, {_trained(p)}{_layout(p)}{describe(p)}")
-        for name, p in module.named_parameters()
+    kinds = ((_parameter, module.named_parameters()), (_buffer, module.named_buffers()))
+    return [
+        (name, "left out" if name in left_out else trait(tensor))
+        for trait, named in kinds
+        for name, tensor in named
     ]
-    buffers = [(name, f"buffer {_shape(b)} {_dtype(b)}{describe(b)}") for name, b in module.named_buffers()]
-    return [(name, "left out" if name in left_out else trait) for name, trait in (*parameters, *buffers)]
 
 
 def _digest(traits: Sequence[Trait]) -> str:
@@ -95,6 +95,14 @@ def _first_swap(everyone: Sequence[dict[str, str]]) -> str:
         holders.setdefault(order[place], []).append(rank)
     came = " but ".join(f"{name} on {name_ranks(ranks)}" for name, ranks in holders.items())
     return f"the same names come in another order, at place {place} {came}"
+
+
+def _parameter(p: torch.Tensor) -> str:
+    return f"{_shape(p)} {_dtype(p)}, {_trained(p)}{_layout(p)}{describe(p)}"
+
+
+def _buffer(b: torch.Tensor) -> str:
+    return f"buffer {_shape(b)} {_dtype(b)}{describe(b)}"
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -66,6 +66,9 @@ WHEN_ASKED: frozenset[Policy] = frozenset({"before_saving"})
 class DistributedDataParallel(nn.Module, Joinable):
     """Wrap a module so that all ranks train it as one, with torch's names for everything."""
 
+    # What torch's composable replicate() sets around a forward, for Dynamo to cut graphs by.
+    _active_ddp_module: "DistributedDataParallel | None" = None
+
     @untraced
     def __init__(
         self,
@@ -275,6 +278,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             return inputs, kwargs
         return self.to_kwargs(inputs, kwargs, self.device_ids[0])
 
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Answer Dynamo, which would cut a graph for torch's class: gradients leave ours in one piece."""
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Stand around the forward of subclasses that replace ours."""
+        yield
+
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module itself. Subclasses that call something else of it override this."""
         return self.module(*inputs, **kwargs)
@@ -303,11 +315,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._join_config.enable and torch.is_grad_enabled():
             Join.notify_join_context(self)
             self.meet_in_join(joined=False)
-        elif self.will_sync_module_buffers() and not self._has_buffer_hook("POST_FORWARD"):
+        elif self._check_sync_bufs_pre_fwd():
             self._sync_buffers(0)
 
     def _after_forward(self) -> None:
-        if self.will_sync_module_buffers() and self._has_buffer_hook("POST_FORWARD"):
+        if self._check_sync_bufs_post_fwd():
             self._sync_buffers(0)
 
     def will_sync_module_buffers(self) -> bool:
@@ -375,6 +387,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
         """Make an optimizer whose steps run inside backward, bucket by bucket."""
+        if not isinstance(optim, type) or not issubclass(optim, torch.optim.Optimizer):
+            raise ValueError(
+                f"Optimizer {optim!r} does not have a functional counterpart, or anything that could step a "
+                "bucket; give a class of torch.optim's"
+            )
         parameters = [p for p in self._live_replica().parameters() if p.requires_grad]
         chosen = parameters if optim_params is None else list(optim_params)
         self._live_replica().set_consumer(StepInBackward(optim(chosen, *args, **kwargs)))
@@ -415,6 +432,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Take one rank's buffers, or other tensors. For buffer hooks: every rank calls this."""
         tensors = self.modules_buffers if bufs is None else bufs
         finish_broadcast(start_broadcast(tensors, self._live_replica().comm, authoritative_rank))
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Tell whether the next forward makes the buffers equal before it runs."""
+        return self.will_sync_module_buffers() and not self._has_buffer_hook("POST_FORWARD")
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Tell whether it does so afterwards."""
+        return self.will_sync_module_buffers() and self._has_buffer_hook("POST_FORWARD")
 
     def _has_buffer_hook(self, location: str) -> bool:
         return self._buffer_hook is not None and self._buffer_hook.location == location

@@ -49,7 +49,8 @@ def delayed_names(module: nn.Module, named: Any, trigger: Any) -> frozenset[str]
     """Check torch's arguments for delayed parameters. They go out last, so nobody has to be told when."""
     if (named is None) != (trigger is None):
         raise ValueError(
-            "give delay_all_reduce_named_params and param_to_hook_all_reduce together, or neither"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. "
+            "Give both, or neither"
         )
     names = [name for name, _ in named or ()]
     check_names(module, "delay_all_reduce_named_params", names, [*module.named_parameters()])
@@ -74,7 +75,12 @@ def single_device(
     if (not device_ids and output_device is None) or here().is_pretended:
         return None, None
     devices = sorted({str(p.device) for p in module.parameters()})
-    if not device_ids or len(device_ids) != 1 or len(devices) != 1 or devices[0] == "cpu":
+    if device_ids and len(device_ids) > 1:
+        raise ValueError(
+            "device_ids can only be None or contain a single element. One process trains on one GPU: give "
+            f"the one that its module is on, got {list(device_ids)}"
+        )
+    if not device_ids or len(devices) != 1 or devices[0] == "cpu":
         raise ValueError(
             f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU, but "
             f"this one is on {', '.join(devices) or 'no device'}. Leave both out, or move the module to "

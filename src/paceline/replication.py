@@ -52,6 +52,7 @@ from paceline.settings import (
     check_deterministic,
     check_hook,
     reducing_in,
+    tensors_in,
     watched_in,
     wishes_for,
 )
@@ -635,7 +636,8 @@ class Replica:
             return
         if leaves is not None and not _is_of(leaves(), watched, reducer.parameters):
             return
-        check_sharding(module, lambda: self.comm.ranks, is_chosen=self.settings.is_group_chosen)
+        tensors = tensors_in(module, self.settings.left_out)
+        check_sharding(tensors, lambda: self.comm.ranks, is_chosen=self.settings.is_group_chosen)
         # Not noted before all ranks have agreed: if one of them fails, it is looked for again.
         new: list[torch.Tensor] = [
             parameter.detach()

@@ -180,6 +180,12 @@ def policies_from(buffers: Policy | Mapping[str, Policy] | None, broadcast: bool
     return Policies() if broadcast else Policies.of("start")
 
 
+def tensors_in(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers that are not each rank's own."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return [(name, tensor) for name, tensor in named if name not in left_out]
+
+
 def watched_in(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that can have a gradient, the frozen ones included."""
     return [
@@ -196,7 +202,7 @@ class _Shapeless(ValueError, RuntimeError):
 def check_model(module: nn.Module, settings: Settings) -> None:
     """Refuse what cannot be replicated, by name."""
     settings.buffers.check(names_of(module))
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+    tensors = tensors_in(module, settings.left_out)
     lazy = [name for name, t in tensors if isinstance(t, UninitializedParameter | UninitializedBuffer)]
     if lazy:
         raise _Shapeless(

@@ -164,12 +164,14 @@ def describe(tensor: torch.Tensor) -> str:
     return f", {_where(tensor)}, part {place} of {'x'.join(map(str, mesh.shape))}"
 
 
-def check_sharding(module: nn.Module, ranks_of: Callable[[], Sequence[int]], *, is_chosen: bool) -> None:
+def check_sharding(
+    tensors: Sequence[tuple[str, torch.Tensor]], ranks_of: Callable[[], Sequence[int]], *, is_chosen: bool
+) -> None:
     """Refuse DTensors whose parts would be averaged with each other, and those that are partial.
 
     ``ranks_of`` returns the data-parallel ranks; ``is_chosen`` says that somebody has named them.
     """
-    named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if is_dtensor(t)]
+    named = [(name, tensor) for name, tensor in tensors if is_dtensor(tensor)]
     partial = [f"{name} ({_where(t)})" for name, t in named if any(p.is_partial() for p in t.placements)]  # type: ignore[attr-defined]
     if partial:
         raise ValueError(

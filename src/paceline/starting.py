@@ -11,7 +11,7 @@ from paceline.comm import Comm
 from paceline.errors import name_some
 from paceline.hooks import Hook, StatefulHook
 from paceline.reducer import bind
-from paceline.settings import Settings, check_model
+from paceline.settings import Settings, check_model, tensors_in
 from paceline.sharded import check_sharding, leaf_of
 from paceline.sharing import Holder, check_keepers, keepers_of, traits_of_sharing
 
@@ -48,7 +48,9 @@ def _check(
     module: nn.Module, comm: Comm, settings: Settings, modules: Container[int], keepers: Sequence[Holder]
 ) -> None:
     check_model(module, settings)
-    check_sharding(module, lambda: comm.ranks, is_chosen=settings.is_group_chosen)
+    check_sharding(
+        tensors_in(module, settings.left_out), lambda: comm.ranks, is_chosen=settings.is_group_chosen
+    )
     comm.claim(module)
     _check_overlap(module, modules)
     check_keepers(module, comm, settings, keepers)
@@ -74,5 +76,4 @@ def _check_overlap(module: nn.Module, replicas: Container[int]) -> None:
 
 
 def _state(module: nn.Module, left_out: frozenset[str]) -> list[torch.Tensor]:
-    named = (*module.named_parameters(), *module.named_buffers())
-    return [tensor.detach() for name, tensor in named if name not in left_out]
+    return [tensor.detach() for _, tensor in tensors_in(module, left_out)]

@@ -34,6 +34,38 @@ def test_a_script_that_uses_torchs_class_trains_with_ours(tmp_path):
         ]
 
 
+COMPOSABLE = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = replicate(torch.nn.Linear(2, 1), bucket_cap_mb=100)
+row = torch.full((1, 2), float(dist.get_rank()))
+model.set_requires_gradient_sync(False)
+model(row).sum().backward()
+local = model.weight.grad.tolist()
+model.set_requires_gradient_sync(True)
+step = torch.compile(model, backend="eager") if "compiled" in sys.argv else model
+step(row).sum().backward()
+
+wrapper = replicate.state(model)._ddp_weakref()
+print(type(wrapper).__module__, local, model.weight.grad.tolist(), *model.state_dict())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_torchs_composable_replicate_trains_with_ours(tmp_path, way):
+    result = launch("-n", "2", "--drop-in", script(tmp_path, COMPOSABLE), way)
+
+    assert result.returncode == 0, result.stderr
+    for rank in (0, 1):
+        line = f"[rank {rank}] paceline.ddp [[{rank}.0, {rank}.0]] [[1.0, 1.0]] weight bias"
+        assert line in result.stdout.splitlines()
+
+
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 def test_a_traceback_shows_the_script_alone(tmp_path, as_module):
     (tmp_path / "beside.py").write_text("def fail():\n    raise ValueError('boom')\n")

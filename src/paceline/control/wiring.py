@@ -54,7 +54,8 @@ logger = logging.getLogger("paceline")
 # different orders on two ranks then meet in the same inbox instead of waiting for each other on separate
 # wires.
 _controls: weakref.WeakKeyDictionary[Any, Control] = weakref.WeakKeyDictionary()
-_wiring = threading.Lock()
+_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_handing_out = threading.Lock()
 
 
 def control_over(comm: Comm) -> Control:
@@ -62,7 +63,9 @@ def control_over(comm: Comm) -> Control:
     if not isinstance(comm, GroupComm):
         own: Control | None = comm.own_control()
         return own or SoloControl()
-    with _wiring:
+    with _handing_out:
+        turn = _turns.setdefault(comm.group, threading.Lock())
+    with turn:  # only of this group's: ranks may be threads of one process, and all of them have to come
         control = _controls.get(comm.group)
         if control is None:
             control = _controls[comm.group] = _wire(comm)

@@ -17,15 +17,20 @@ import torch.nn.parallel.distributed
 
 from paceline.quiet import wait_for_workers
 
+# What of torch wraps models by the class, or asks for it. Dynamo asks for what only torch's own is.
+TAKERS = ("torch.nn.parallel", "torch.distributed.")
 EXIT_SECONDS = 10.0  # for the last collective of a script to be put away
 
 
 def drop_in() -> None:
-    """Make torch's name mean paceline's class, for all code that looks it up from now on."""
+    """Make torch's name mean paceline's class, from now on and where torch itself has looked it up."""
     from paceline.ddp import DistributedDataParallel
 
-    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc, assignment]
-    torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc, assignment]
+    torchs = torch.nn.parallel.DistributedDataParallel
+    for name, module in list(sys.modules.items()):
+        if name.startswith(TAKERS):
+            for word in [word for word, meaning in vars(module).items() if meaning is torchs]:
+                setattr(module, word, DistributedDataParallel)
 
 
 def run_script(script: str, args: list[str]) -> None:
