@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.backward import SyncedBackward
-from paceline.meeting import Meeting
 from paceline.shelf import Packet
 from paceline.testing import ranks
+from paceline.watches.engine import engine_watch
 
 SIZE = 2
-ARRIVED, WITHIN = SyncedBackward.arrived, Meeting.completes_within
+ARRIVED = SyncedBackward.arrived
 
 
 def mlp() -> nn.Module:
@@ -651,9 +651,7 @@ def test_buckets_sent_in_different_orders_are_found_out(rank: int) -> None:
     model = paceline.replicate(mlp())
     paceline.replica(model).reducer._wiring.control.note(b"something else" if rank else b"something")
 
-    with pytest.raises(
-        paceline.RanksDisagree, match="sent the buckets of several models in different orders"
-    ):
+    with pytest.raises(paceline.RanksDisagree, match="started the buckets of several models, or a bucket"):
         loss_of(model, share(batch(), rank)).backward()
     assert model[0].weight.grad is None
     loss_of(model, share(batch(), rank)).backward()
@@ -830,8 +828,8 @@ def test_a_bucket_that_is_being_sent_is_not_sent_again_by_another_thread(rank: i
     assert sent == list(range(len(backward._waiting)))
 
 
-def sent_when_they_came(rank: int, lateness: float) -> list[tuple[int, int]]:
-    """Run a backward for which rank 1 is late, as on a GPU.
+def sent_when_they_came(rank: int, lateness: float, *, on_gpu: bool) -> list[tuple[int, int]]:
+    """Run a backward for which rank 1 is late.
 
     Return, for each gradient, the buckets that were complete then, and those that were out.
     """
@@ -840,7 +838,7 @@ def sent_when_they_came(rank: int, lateness: float) -> list[tuple[int, int]]:
     paceline.replicate(model, bucket_mb=0.002)
     for _ in range(3):  # the buckets follow the order of arrival then
         assert_step_is_that_of_one_process(model, alone, rank)
-    paceline.replica(model).reducer._planner.layout.is_on_gpu = True
+    paceline.replica(model).reducer._planner.layout.is_on_gpu = on_gpu
     counts: list[tuple[int, int]] = []
 
     def spy(self: SyncedBackward, parameter: int) -> None:
@@ -854,20 +852,43 @@ def sent_when_they_came(rank: int, lateness: float) -> list[tuple[int, int]]:
 
 
 @ranks(2)
-def test_on_a_gpu_a_rank_that_is_a_moment_ahead_does_not_put_its_first_bucket_off(rank: int) -> None:
-    with mock.patch("paceline.backward.MOMENT_SECONDS", 60):
-        counts = sent_when_they_came(rank, 0.3)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_rank_that_is_ahead_puts_no_bucket_off(rank: int, on_gpu: bool) -> None:
+    counts = sent_when_they_came(rank, 0.3, on_gpu=on_gpu)
 
     assert len(counts) > 4
     assert [out for _, out in counts] == [complete for complete, _ in counts]
 
 
 @ranks(2)
-def test_on_a_gpu_a_rank_that_is_far_ahead_waits_once_and_then_goes_on_computing(rank: int) -> None:
-    with mock.patch.object(Meeting, "completes_within", autospec=True, side_effect=WITHIN) as waits:
-        counts = sent_when_they_came(rank, 0.6)
+def test_on_a_gpu_a_rank_goes_on_computing_while_another_backward_may_need_its_thread(rank: int) -> None:
+    with mock.patch.object(engine_watch, "has_one_backward", return_value=False):
+        counts = sent_when_they_came(rank, 0.6, on_gpu=True)
 
-    assert waits.call_count == 1
     if rank == 0:
         assert counts[-1][0] > 1
         assert {out for _, out in counts} == {0}
+
+
+@ranks(2)
+def test_backwards_under_way_are_counted_on_all_threads(rank: int) -> None:
+    weight, counts = torch.ones(2, requires_grad=True), []
+    model = paceline.replicate(nn.Linear(2, 2))  # somebody listens
+    meet = threading.Barrier(2)
+
+    def run() -> None:
+        total = weight.clone().sum()
+        total.register_hook(
+            lambda _: (meet.wait(10), counts.append(engine_watch.has_one_backward()), meet.wait(10))
+        )
+        total.backward()
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert counts == [False, False]
+    assert engine_watch.has_one_backward()
+    del model

@@ -24,6 +24,7 @@ from paceline.accumulation import accumulate
 from paceline.across import Verdict
 from paceline.apart import Apart
 from paceline.buffers import Turn
+from paceline.crossings import Crossings
 from paceline.errors import PacelineError, PeerLost, PeerTimeout, RanksDisagree
 from paceline.foretold import Foretold
 from paceline.frames import Closing, Kind, Opening
@@ -36,11 +37,11 @@ from paceline.shelf import APART, NOWHERE, Layout, Packet
 from paceline.tally import Outcome, Tally, mixed_up, peer_failed
 from paceline.torch_private import shown_in_profiles
 from paceline.tree import Tree
+from paceline.watches.engine import engine_watch
 from paceline.weights import NOTHING, Ledger
 from paceline.wiring import Wiring
 
 TELL_SECONDS = 60.0  # how long a rank that has failed waits for the others to hear of it
-MOMENT_SECONDS = 0.02  # a rank on a GPU waits so long, once, before it puts a bucket off
 
 
 Order = Callable[[], Sequence[int]]  # waits for the order in which gradients arrived on one rank
@@ -126,6 +127,9 @@ class SyncedBackward:
     _counts_across = True
     _is_told_across = False
     _has_sent_all = False
+    knows_of_others = False  # it is no news that the script starts collectives of its own meanwhile
+    _others = 0  # as many
+    _is_among_others = False  # replicas that the same backward reaches
     is_dropped = False  # all ranks have agreed to go on without these gradients
 
     def __init__(
@@ -136,6 +140,7 @@ class SyncedBackward:
         local: set[int],
         held: set[int],
         tree: Tree | None = None,
+        began_at: int | None = None,
     ) -> None:
         self._wiring = wiring
         self.record = record
@@ -159,8 +164,11 @@ class SyncedBackward:
         self._foretold = Foretold(wiring, self._meeting, record)
         self._sending = threading.Lock()  # nobody waits for it: who comes second leaves it to the first
         self._hurries = wiring.consumer is not None  # what is put off would take up memory
-        self._may_wait = layout.is_on_gpu
         self._round = record.step  # by which ranks with other parts know this backward
+        # What a hook in torch's form starts cannot be told from what the script does.
+        self._crossings: Crossings | None = None
+        if wiring.is_counted and wiring.comm.size > 1:
+            self._crossings = Crossings(wiring.comm, began_at)
 
     @property
     def step(self) -> int:
@@ -234,7 +242,10 @@ class SyncedBackward:
             self._arrived_apart(parameter, place)
             return
         self.seen[parameter] = None
-        if self._hold or parameter in self._held:
+        if self._hold:
+            self._waiting[place] -= 1  # so that it can be told how far this is
+            return
+        if parameter in self._held:
             return
         following = len(self._flights)
         if place < following:
@@ -250,17 +261,15 @@ class SyncedBackward:
         if following < len(waiting) and not waiting[following]:
             self._send_complete()
 
-    def _have_others_opened(self) -> bool:
-        """Tell whether the next bucket can go out. A rank that is ahead goes on computing until it can.
+    def _may_wait(self) -> bool:
+        """Tell whether this thread can wait for the others' openings, as it should (see crossings.py).
 
-        On a GPU it waits a moment first: the host is ahead of the GPU anyway, and the copy of a bucket that
-        is put off comes behind all that is launched meanwhile. But not for long: another backward, of another
-        thread, may have to use the thread that waits here.
+        One of autograd's threads for a GPU serves all backwards of the process: another one, for which other
+        ranks wait, may need it. Then the bucket is put off.
         """
-        if not self._may_wait:
-            return self._meeting.is_complete
-        self._may_wait = False
-        return self._meeting.completes_within(MOMENT_SECONDS)
+        if self._hurries or not self._layout.is_on_gpu:
+            return True
+        return self._meeting.completes_while(engine_watch.has_one_backward)
 
     def _next_is_complete(self) -> bool:
         """Tell whether every gradient of the next bucket is there."""
@@ -354,7 +363,7 @@ class SyncedBackward:
         """Send what is complete. In plan order, never in arrival order: two ranks that start the same two
         buckets in different orders wait for each other forever.
         """
-        if not self._next_is_complete() or not (self._agreed or self._hurries or self._have_others_opened()):
+        if not self._next_is_complete() or not (self._agreed or self._may_wait()):
             return
         # Several device threads may be here at once; one of them sends.
         if self._sending.acquire(blocking=False):
@@ -375,12 +384,13 @@ class SyncedBackward:
         """Whether this backward counts on no rank, because all have dropped what was under way."""
         return self._meeting.is_void
 
-    def hurry(self) -> None:
-        """Wait for the others' openings from now on, where a bucket is complete.
+    def hurry(self, *, among_others: bool = False) -> None:
+        """Send every bucket when its last gradient comes from now on, whichever that is.
 
-        Among several replicas, or in a nested backward, buckets go out when their last gradient comes,
-        whichever that is: the same moment on every rank.
+        Among several replicas, in a nested backward, and where the script has collectives of its own, that
+        has to be the same moment on every rank.
         """
+        self._is_among_others |= among_others
         self._hurries = True
         self._listen()
         if not self._hold:
@@ -395,6 +405,8 @@ class SyncedBackward:
             factor = self._factor
             empty |= self._adds_nothing or not factor
             complete = complete or self._next_is_complete()
+            if self._crossings is not None:
+                self._crossings.note_bucket()
             self._outbox.send_next(self.seen, factor, complete=complete, empty=empty)
 
     # ---- the ranks agree -------------------------------------------------------------------------
@@ -443,6 +455,8 @@ class SyncedBackward:
         if self._has_sent_all:
             return
         self.record.has_computed()
+        if self._crossings is not None and not self._is_among_others:
+            self._others = self._crossings.others(self.record.collectives)
         self._forget_gradients()
         self.agree()
         self._find_skipped()
@@ -457,6 +471,7 @@ class SyncedBackward:
             self._set_back()
             self._set_back = None
             self.seen.clear()
+            self._waiting[:] = self._layout.counts
 
     def _find_skipped(self, seconds: float | None = None, *, failed: bool = False) -> None:
         """Agree on the buckets into which no rank has put anything; a rank that has failed has not."""
@@ -533,6 +548,9 @@ class SyncedBackward:
             self._apart.told(),
             buffers=turn.tell() if turn else b"",
             told=[rider.closes(self.step) for rider in riders] if self._wiring.hearing["closes"] else (),
+            crossed=self._others > 0 and not self.knows_of_others,
+            others=self._others,
+            order=self._crossings.order if self._others and self._crossings is not None else 0,
         )
 
     def _ask_order(self, tally: Tally, mine: Sequence[int]) -> Order:

@@ -173,6 +173,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._replica.due.policies = WHEN_ASKED
         if self._engine is not None:
             self._engine.before_first = weakref.WeakMethod(self._take_over_optimizers)
+            self._engine.care.may_use_differ = self.find_unused_parameters
         self.require_backward_grad_sync = self._sync_by_default
         if self._settings.precision is not None:
             mark_precision(self.module, self._settings.precision.param, self._settings.left_out)

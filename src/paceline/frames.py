@@ -15,7 +15,7 @@ from typing import NamedTuple
 _OPENING = struct.Struct("!Q8sIBdI8sH")
 _NO_BUFFERS = bytes(8)
 _LENGTH = struct.Struct("!H")
-_CLOSING = struct.Struct("!?8I")
+_CLOSING = struct.Struct("!??10I")
 _NO_PARTS = (0,) * 7
 
 
@@ -84,7 +84,9 @@ class Closing(NamedTuple):
     that got one more gradient after their bucket was out. ``sparse`` has three numbers for each gradient that
     travels by itself: the parameter, how many rows it has, and whether it came as a dense one. ``buffers``
     says which of them changed here (see paceline.buffers). ``told`` has what each rider has to say. A rank
-    that is ``stuck`` has not sent everything, because its hook raised.
+    that is ``stuck`` has not sent everything, because its hook raised. ``crossed`` says, until all know it,
+    that the script has started collectives of its own meanwhile; there were so many ``others``, and ``order``
+    stands for where among the buckets.
     """
 
     trace: int = 0
@@ -96,28 +98,33 @@ class Closing(NamedTuple):
     stuck: bool = False
     buffers: bytes = b""
     told: Sequence[bytes] = ()
+    crossed: bool = False
+    others: int = 0
+    order: int = 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to tell but the trace: every parameter got a gradient, all is well."""
-        return not (self.stuck or any(self[1:6]) or self.buffers or any(self.told))
+        """Whether there is nothing to tell but what was sent: every parameter got a gradient, all is well."""
+        return not (self.stuck or self.crossed or any(self[1:6]) or self.buffers or any(self.told))
 
     def pack(self) -> bytes:
         if self.is_plain:
-            return _CLOSING.pack(False, self.trace, *_NO_PARTS)
+            return _CLOSING.pack(False, False, self.trace, self.others, self.order, *_NO_PARTS)
         numbers = (_pack(self.late), _pack(self.sparse))
         parts = (self.used, *numbers, self.buffers, _pack_all(self.told), _encode(self.failure))
         lengths = (len(part) for part in parts)
-        return _CLOSING.pack(self.stuck, self.trace, self.arrived, *lengths) + b"".join(parts)
+        sent = (self.trace, self.others, self.order)
+        return _CLOSING.pack(self.stuck, self.crossed, *sent, self.arrived, *lengths) + b"".join(parts)
 
     @classmethod
     def unpack(cls, frame: bytes) -> "Closing":
-        stuck, trace, arrived, *lengths = _CLOSING.unpack_from(frame)
+        stuck, crossed, trace, others, order, arrived, *lengths = _CLOSING.unpack_from(frame)
         ends = accumulate(lengths, initial=_CLOSING.size)
         used, *numbers, buffers, told, failure = (frame[start:end] for start, end in pairwise(ends))
         late, sparse = map(_unpack, numbers)
         words = failure.decode(errors="replace")
-        return cls(trace, used, arrived, late, sparse, words, stuck, buffers, _unpack_all(told))
+        sent = (crossed, others, order)
+        return cls(trace, used, arrived, late, sparse, words, stuck, buffers, _unpack_all(told), *sent)
 
 
 class Round(NamedTuple):

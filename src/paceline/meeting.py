@@ -1,7 +1,7 @@
 """What the ranks tell each other around one backward: before its first bucket, and after its last."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.errors import RanksDisagree, name_ranks, name_some
 from paceline.frames import Closing, Kind, Opening, Round
@@ -55,13 +55,16 @@ class Meeting:
         """Whether every rank has opened."""
         return self._wiring.control.ready(self._opening_topic)
 
-    def completes_within(self, seconds: float) -> bool:
-        """Wait until every rank has opened, but not for long; tell whether they have."""
-        since, until = self._record.waits(), time.monotonic() + seconds
-        while not self.is_complete and time.monotonic() < until:
+    def completes_while(self, may_wait: Callable[[], bool]) -> bool:
+        """Wait until every rank has opened, as long as that is allowed; tell whether they have.
+
+        After the time at which a wait is told of, it is left to ``agree()``, which tells.
+        """
+        since, until = self._record.waits(), time.monotonic() + self.stall_seconds / 2
+        while (is_allowed := may_wait()) and not self.is_complete and time.monotonic() < until:
             time.sleep(PAUSE_SECONDS)
         self._record.has_waited(since)
-        return self.is_complete
+        return is_allowed or self.is_complete
 
     def agree(self, seconds: float | None = None) -> None:
         """Wait for everybody's opening. Nothing is added up unless all are at the same step with the same

@@ -19,6 +19,7 @@ from paceline.backward import LocalBackward, SyncedBackward
 from paceline.buffers import BufferSync
 from paceline.clocks import clocks_for
 from paceline.comm import Comm
+from paceline.crossings import Care
 from paceline.errors import (
     RanksDisagree,
     UnusedParameters,
@@ -77,6 +78,8 @@ class Reducer:
         self._handed_out: Layout | None = None  # what the present gradients lie in
         self._armed = False
         self._kept_company = False  # since it ran out of batches
+        self.care = Care()  # with collectives of the script's own
+        self._began_at: int | None = None  # collectives started before the backward that is under way
         self._awaited: list[Any] = []  # futures of a buffer hook
         self.trouble = Trouble(self)
         self.has_closed = False  # the present backward has been closed here
@@ -225,7 +228,9 @@ class Reducer:
         """Start an ordinary backward with its first gradient."""
         backward: SyncedBackward | LocalBackward
         if self._note_start():
-            backward = self.start_synced(in_graph=torch.is_grad_enabled(), hold=self._is_learning)
+            backward = self.start_synced(in_graph=torch.is_grad_enabled(), hold=self._must_hold)
+            if self.care.is_crossed:
+                backward.hurry()
         else:
             counts = self._local.counts
             backward = LocalBackward(self._leaves, self._local.indices, self._tree, counts=counts)
@@ -269,7 +274,10 @@ class Reducer:
         )
         is_pass = self.passes.present is not None
         local = set() if is_pass else self._local.indices
-        backward = SyncedBackward(self._wiring, self._planner.layout, record, local, self._held, self._tree)
+        backward = SyncedBackward(
+            self._wiring, self._planner.layout, record, local, self._held, self._tree, self._began_at
+        )
+        backward.knows_of_others = self.care.is_crossed
         # While a failure is told, gradients of a pass may come on another thread.
         backward.is_pass = is_pass or (bool(failure) and agent_is_set())
         self._backward = backward
@@ -293,9 +301,18 @@ class Reducer:
         return self._wiring.consumer is None and self._wiring.way != "own"
 
     @property
-    def _is_learning(self) -> bool:
-        """Whether nothing may be sent early, because it is not known yet what autograd comes back to."""
-        return self._tree is not None and self._planner.is_guess
+    def _must_hold(self) -> bool:
+        """Whether nothing may be sent before the end.
+
+        It is not known yet what autograd comes back to, or which collectives of the script's own the backward
+        holds. An optimizer that steps inside backward waits for that only if it has to: gradients take memory
+        meanwhile.
+        """
+        is_first = self._planner.is_guess
+        if self._tree is not None and is_first:
+            return True
+        may_hold = self._wiring.consumer is None and len(self.plan.buckets) > 1
+        return self.care.holds(is_first=is_first and may_hold)
 
     @property
     def wants_sync(self) -> bool:
@@ -313,7 +330,7 @@ class Reducer:
         if not others:
             return
         for reducer in (*others, self):
-            reducer.hurry()
+            reducer.hurry(among_others=True)
         if (error := self.why_not_several()) is not None:
             raise error
 
@@ -326,11 +343,11 @@ class Reducer:
             "could not follow. Run one backward for each model, in the order given to join()"
         )
 
-    def hurry(self) -> None:
+    def hurry(self, *, among_others: bool = False) -> None:
         """Put nothing off: several replicas in one backward have to send in the same order on every rank."""
         if isinstance(self._backward, SyncedBackward):
             with self.trouble:
-                self._backward.hurry()
+                self._backward.hurry(among_others=among_others)
 
     def on_nested_begin(self) -> None:
         """See BackwardListener: what is on its way must not be added to."""
@@ -382,6 +399,7 @@ class Reducer:
             self._tree.clear() if backward.is_dropped else self._tree.finish(self.plan.members)
         self._handed_out = self._planner.layout
         self._planner.learn_from(outcome)
+        self.care.learn(outcome)
 
     def _check_contexts(self, outcome: Outcome, backward: SyncedBackward) -> None:
         """Refuse gradients that some contexts of distributed autograd have no place for, on every rank."""
@@ -526,9 +544,12 @@ class Reducer:
             self.look_again(leaves)
         if self._local.ledger.now is not None:
             self._local.prepare(is_reduced=self.wants_sync)
+        if self._wiring.comm.size > 1:
+            self._began_at = self._wiring.comm.started_on()
 
     def on_backward_left(self) -> None:
         """See BackwardListener."""
+        self._began_at = None
         if self._local.ledger.now is not None:
             if self._tree is not None and not self._local.counts:
                 self._local.set_back()

@@ -24,6 +24,7 @@ class Outcome:
     missing_everywhere: frozenset[int] = frozenset()
     arrival: Sequence[int] = ()  # in which order gradients came on one rank, where that was asked for
     sparse: frozenset[int] = frozenset()  # whose gradient came without its zeros
+    is_crossed: bool = False  # some script has started collectives of its own meanwhile
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,11 @@ class Tally:
 
     @property
     def is_mixed_up(self) -> bool:
-        """Whether the ranks have sent buckets in different orders."""
-        return len({closing.trace for closing in self.closings}) > 1
+        """Whether the ranks have sent buckets in different orders, or between different collectives."""
+        orders = {(closing.others, closing.order) for closing in self.closings}
+        # Ranks that have started different numbers are no proof: messages from rank to rank count, too.
+        counts = {others for others, _ in orders}
+        return len({closing.trace for closing in self.closings}) > 1 or len(orders) > len(counts)
 
     @property
     def late(self) -> list[int]:
@@ -97,6 +101,7 @@ class Tally:
             self.missing,
             frozenset(everywhere),
             sparse=sparse.intersection(self.plan.order),
+            is_crossed=any(closing.crossed for closing in self.closings),
         )
 
     @property
@@ -139,9 +144,11 @@ def _rows(numbers: Sequence[int]) -> dict[int, Rows]:
 def mixed_up(step: int) -> RanksDisagree:
     """Say that sums cannot be trusted."""
     return RanksDisagree(
-        f"step {step}: the ranks sent the buckets of several models in different orders, so that sums were "
-        "mixed up. The models are reached by one backward, in different orders on different ranks; run one "
-        "backward for each. The gradients were dropped on every rank."
+        f"step {step}: the ranks have started the buckets of several models, or a bucket and a collective of "
+        "the script's own, in different orders, so that sums were mixed up. One backward reaches these "
+        "models, or holds that collective, in different orders on different ranks. Run one backward for each "
+        "model, and give collectives inside backward a process group of their own. The gradients were "
+        "dropped on every rank."
     )
 
 

@@ -82,6 +82,7 @@ class _EngineWatch(Sentry[Any]):
         self._ending: dict[int, list[Any]] = {}
         self._entry: Callable[..., Any] | None = None
         self.making_graphs = 0  # backwards under way with create_graph=True, on whatever threads
+        self._under_way: set[int] = set()  # the threads that have called for an outermost backward
 
     def add(self, listener: BackwardListener) -> None:
         self._items.add(listener)
@@ -147,6 +148,10 @@ class _EngineWatch(Sentry[Any]):
         """Tell whether nobody but one listens at a place, whatever thread asks."""
         return len(self._items.at(place)) == 1
 
+    def has_one_backward(self) -> bool:
+        """Tell whether no more than one backward is under way in this process."""
+        return len(self._under_way) <= 1
+
     @staticmethod
     def inside() -> bool:
         """Tell whether this thread is inside a backward."""
@@ -167,6 +172,7 @@ class _EngineWatch(Sentry[Any]):
         listeners = self.in_order()
         makes_graph, inputs = args[2:4] if len(args) > 3 else (False, ())
         leaves = _Leaves(outputs, inputs)
+        self._under_way.add(threading.get_ident())
         try:
             for listener in listeners:
                 listener.on_backward_begin(leaves)
@@ -181,6 +187,7 @@ class _EngineWatch(Sentry[Any]):
                 listener.on_backward_raised(error)
             raise
         finally:
+            self._under_way.discard(threading.get_ident())
             self.making_graphs -= bool(makes_graph)
             for listener in listeners:
                 listener.on_backward_left()
