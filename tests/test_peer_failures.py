@@ -169,7 +169,7 @@ def test_optimizer_steps_on_one_rank_only_are_found_out(rank: int) -> None:
 SCRIPT = """
 import sys, torch, paceline
 with paceline.world() as world:
-    model = paceline.replicate(torch.nn.Linear(3, 3))
+    model = {model}
     for step in range(4):
         if world.rank == 1 and step == 2:
             {fault}
@@ -177,9 +177,15 @@ with paceline.world() as world:
 """
 
 
-def run_script(folder: Path, fault: str) -> subprocess.CompletedProcess[str]:
+REPLICA = "paceline.replicate(torch.nn.Linear(3, 3))"
+WRAPPED = (
+    "paceline.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)))"
+)
+
+
+def run_script(folder: Path, fault: str, model: str = REPLICA) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(fault=fault))
+    script.write_text(SCRIPT.format(fault=fault, model=model))
     command = [sys.executable, "-m", "paceline", "run", "-n", "3", str(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
@@ -194,8 +200,9 @@ def test_an_exception_that_nobody_catches_reaches_the_others(tmp_path: Path) -> 
     assert words.count("step 2: rank 1 raised in its loop: KeyError: 'nobody catches this'") >= 2
 
 
-def test_a_rank_that_leaves_its_loop_is_named(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "break")
+@pytest.mark.parametrize("model", [REPLICA, WRAPPED], ids=["plain", "buffers before forward"])
+def test_a_rank_that_leaves_its_loop_is_named(tmp_path: Path, model: str) -> None:
+    done = run_script(tmp_path, "break", model)
     words = done.stdout + done.stderr
     assert done.returncode != 0
     assert words.count("RanksDisagree") >= 2

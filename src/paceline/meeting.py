@@ -8,7 +8,7 @@ from paceline.frames import Closing, Kind, Opening, Round
 from paceline.plan import Plan
 from paceline.recorder import StepRecord
 from paceline.riders import Rider
-from paceline.tally import Tally, exhausted, peer_failed
+from paceline.tally import Tally, ended, exhausted, peer_failed
 from paceline.weights import even_share, share_of
 from paceline.wiring import Wiring
 
@@ -135,12 +135,7 @@ class Meeting:
         """Refuse to go on without ranks that have ended their loop."""
         left = {rank: opening.step for rank, opening in enumerate(openings) if opening.kind is Kind.LEFT}
         if left:
-            where = ", ".join(f"rank {rank} ended after {step}" for rank, step in left.items())
-            raise RanksDisagree(
-                f"step {self.step}: the ranks run different numbers of reduced backwards: {where}. Give "
-                "every rank the same number of batches, or train inside join(). The gradients were dropped "
-                "on every rank."
-            )
+            raise ended(self.step, left)
 
     def _refuse_change(self, openings: Sequence[Opening]) -> None:
         changed = [rank for rank, opening in enumerate(openings) if opening.kind is Kind.CHANGED]

@@ -21,6 +21,7 @@ from paceline.clocks import clocks_for
 from paceline.comm import Comm
 from paceline.crossings import Care
 from paceline.errors import (
+    PeerLost,
     RanksDisagree,
     UnusedParameters,
     name_ranks,
@@ -40,7 +41,7 @@ from paceline.riders import Rider
 from paceline.shelf import Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
-from paceline.tally import BACKWARD, Outcome
+from paceline.tally import BACKWARD, Outcome, ended
 from paceline.torch_private import agent_is_set, current_task
 from paceline.tree import Tree
 from paceline.trouble import Trouble
@@ -647,7 +648,18 @@ class Reducer:
         self.trouble.check_usable()
         with self.trouble:
             topic = self._wiring.topic(kind)
-            return self._wiring.control.exchange(topic, frame, self._wiring.comm.seconds, self)
+            try:
+                return self._wiring.control.exchange(topic, frame, self._wiring.comm.seconds, self)
+            except PeerLost as error:
+                if (farewell := self._farewell_of(error.rank)) is not None:
+                    raise farewell from None
+                raise
+
+    def _farewell_of(self, rank: int) -> RanksDisagree | None:
+        """Return what a rank that is gone has said before, if it has ended its loop in good order."""
+        told = map(Opening.unpack, self._wiring.control.peek(self._wiring.topic(b"opening")))
+        left = next((opening.step for opening in told if opening.kind is Kind.LEFT), None)
+        return None if left is None else ended(self.step, {rank: left})
 
     @property
     def stall_seconds(self) -> float:

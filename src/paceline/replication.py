@@ -90,9 +90,9 @@ class Replica:
         comm.set_patience(settings.timeout_seconds, settings.stall_seconds)
         adopt(module)
         if original is None:
-            if keepers_of(module, settings.left_out, _everyone()):
-                gc.collect()  # what nobody can reach any more holds nothing
             replaces = replaces or _ended(module)
+            if keepers_of(module, settings.left_out, _everyone(replaces)):
+                gc.collect()  # what nobody can reach any more holds nothing
             others = {key: other for key, other in _replicas.copy().items() if other is not replaces}
             agree_and_take_state(module, comm, settings, others, _everyone(replaces))
             rest_at_exit()

@@ -152,6 +152,15 @@ def mixed_up(step: int) -> RanksDisagree:
     )
 
 
+def ended(step: int, left: Mapping[int, int]) -> RanksDisagree:
+    """Say that there is nobody to go on with. ``left``: after how many reduced backwards ranks have ended."""
+    where = ", ".join(f"rank {rank} ended after {count}" for rank, count in left.items())
+    return RanksDisagree(
+        f"step {step}: the ranks run different numbers of reduced backwards: {where}. Give every rank the "
+        "same number of batches, or train inside join(). The gradients were dropped on every rank."
+    )
+
+
 BACKWARD = "during its backward"
 
 

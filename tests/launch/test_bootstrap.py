@@ -34,6 +34,26 @@ def test_a_script_that_uses_torchs_class_trains_with_ours(tmp_path):
         ]
 
 
+SPAWNING = """
+import torch.multiprocessing as mp
+
+def work(rank):
+    print("child", rank)
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
+"""
+
+
+def test_a_script_that_starts_its_own_ranks_is_told_how_to_be_started(tmp_path):
+    result = launch("-n", "1", "--drop-in", script(tmp_path, SPAWNING))
+
+    assert result.returncode == 0, result.stderr
+    assert "child 0" in result.stdout
+    assert result.stderr.count("starts processes of its own (torch.multiprocessing)") == 1
+    assert "start it with plain python, and have it import paceline.DistributedDataParallel" in result.stderr
+
+
 COMPOSABLE = """
 import sys, torch
 import torch.distributed as dist

@@ -11,7 +11,9 @@ import os
 import runpy
 import sys
 import types
+from typing import Any
 
+import torch.multiprocessing
 import torch.nn.parallel
 import torch.nn.parallel.distributed
 
@@ -31,6 +33,23 @@ def drop_in() -> None:
         if name.startswith(TAKERS):
             for word in [word for word, meaning in vars(module).items() if meaning is torchs]:
                 setattr(module, word, DistributedDataParallel)
+
+
+def tell_of_processes() -> None:
+    """Have a line printed where the script starts processes: if they are its ranks, this is not the way."""
+    module = sys.modules["torch.multiprocessing.spawn"]
+    start = module.start_processes
+
+    def start_and_tell(*args: Any, **kwargs: Any) -> Any:
+        print(
+            "paceline: this script starts processes of its own (torch.multiprocessing). If they are its "
+            "ranks, start it with plain python, and have it import paceline.DistributedDataParallel: in "
+            "these processes the name is torch's.",
+            file=sys.stderr,
+        )
+        return start(*args, **kwargs)
+
+    module.start_processes = torch.multiprocessing.start_processes = start_and_tell  # type: ignore[attr-defined]
 
 
 def run_script(script: str, args: list[str]) -> None:
@@ -77,6 +96,7 @@ def main() -> None:
     sys.excepthook = _show_without_our_frames
     atexit.register(wait_for_workers, EXIT_SECONDS)
     drop_in()
+    tell_of_processes()
     if sys.argv[1] == "-m":
         run_module(sys.argv[2], sys.argv[3:])
     else:
