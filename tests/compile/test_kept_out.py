@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 # Below the reducer, and not kept out: Dynamo may trace into them without harm.
 HARMLESS = {
     "abandoned", "accumulation", "activity", "board", "buffer_hooks", "buffer_policies", "call_site",
-    "clocks", "collective_log", "crossings", "errors", "fake_tensors", "fingerprint", "frames", "hooks", "hosts",
-    "interrupts",
+    "clocks", "collective_log", "crossings", "errors", "fake_tensors", "fingerprint", "frames", "hooks",
+    "hosts", "interrupts",
     "landing", "link_faults", "loaders", "local", "memory", "module_hooks", "nested", "own_hooks",
     "places", "plan", "planner", "quiet", "remote", "reports", "retrace", "riders", "sparse", "stats",
     "stepping", "tally", "torch_collectives", "tree", "unread", "weights", "wiring",
