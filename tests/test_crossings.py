@@ -127,6 +127,17 @@ def test_ranks_that_are_ahead_send_no_bucket_on_the_other_side(
 
 
 @ranks(SIZE)
+@pytest.mark.parametrize("differ", [False, True])
+def test_so_it_is_where_a_backward_reaches_two_replicas(rank: int, differ: bool) -> None:
+    model = Centred()
+    first = paceline.replicate(nn.Sequential(model.below), bucket_mb=SMALL)  # which reduces it for the model
+
+    train(paceline.replicate(model, bucket_mb=SMALL), rank, differ=differ, skew=0.05)
+
+    assert paceline.replica(first).reducer.care.is_crossed
+
+
+@ranks(SIZE)
 def test_a_bucket_of_the_size_of_such_a_collective_is_not_taken_for_it(rank: int) -> None:
     train(paceline.replicate(Centred(width=8, out=1), bucket_mb=SMALL), rank, skew=0.05)
 

@@ -203,6 +203,59 @@ def test_the_first_module_can_be_wrapped_again(rank: int) -> None:
 
 
 @ranks(2)
+def test_the_second_module_can_be_wrapped_again_when_the_first_is_gone(rank: int) -> None:
+    models, alone = pair(), pair()
+    first: Any = paceline.DistributedDataParallel(models[0])
+    second: Any = paceline.DistributedDataParallel(models[1])
+
+    del first
+    old, second = second, paceline.DistributedDataParallel(models[1])
+    del old
+    loss_of(second, rows(0, rank)).backward()
+    loss_of(alone[1], rows(0)).backward()
+
+    for one, other in zip(models[1].parameters(), alone[1].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@ranks(2)
+@pytest.mark.parametrize("gone", [[0, 1], [1, 0]])
+def test_of_a_chain_of_replicas_only_those_go_on_that_somebody_needs(rank: int, gone: list[int]) -> None:
+    torch.manual_seed(3)
+    x, y = nn.Linear(5, 5), nn.Linear(5, 5)
+    chain: list[Any] = [nn.Sequential(x), nn.Sequential(x, y), nn.Sequential(y)]
+    for model in chain:
+        paceline.replicate(model)
+    for number in gone:
+        chain[number] = None
+        gc.collect()
+
+    last = paceline.replicate(nn.Sequential(x))
+    for model in (chain[2], last):
+        alone = copy.deepcopy(model)
+        loss_of(model, rows(0, rank)).backward()
+        loss_of(alone, rows(0)).backward()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+@ranks(2)
+def test_the_first_one_does_not_change_what_the_second_relies_on(rank: int) -> None:
+    first, second = pair()
+    paceline.replicate(first)
+    paceline.replicate(second)
+    handle = paceline.replica(first)
+    shared = (
+        "not for this Headed: it reduces parameters that it shares with Headed, which was replicated later"
+    )
+
+    with pytest.raises(ValueError, match=f"Another group is {shared}"):
+        handle.change_group(dist.group.WORLD)
+    with pytest.raises(ValueError, match=f"An optimizer inside backward is {shared}"):
+        handle.step_in_backward(torch.optim.SGD(first.parameters(), lr=0.1))
+
+
+@ranks(2)
 def test_three_modules_in_a_row(rank: int) -> None:
     torch.manual_seed(3)
     parts = [nn.Linear(5, 5) for _ in range(4)]
@@ -378,6 +431,8 @@ def test_what_two_replicas_cannot_do_at_once_is_refused(rank: int) -> None:
 
     with pytest.raises(ValueError, match=rf"skip\(\) .*{shared}.*weight\(model, 0\)"):
         handle.skip()
+    with pytest.raises(ValueError, match=rf"batch\(\) .*{shared}"):
+        handle.batch()
     with pytest.raises(ValueError, match=rf"join\(\) .*{shared}"), paceline.join(second):
         pass
     with pytest.raises(ValueError, match=rf"optimizer inside backward .*{shared}"):

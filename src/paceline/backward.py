@@ -129,7 +129,7 @@ class SyncedBackward:
     _has_sent_all = False
     knows_of_others = False  # it is no news that the script starts collectives of its own meanwhile
     _others = 0  # as many
-    _is_among_others = False  # replicas that the same backward reaches
+    told: Outcome | None = None  # what the ranks have told each other at the end, even if they refuse it
     is_dropped = False  # all ranks have agreed to go on without these gradients
 
     def __init__(
@@ -168,7 +168,8 @@ class SyncedBackward:
         # What a hook in torch's form starts cannot be told from what the script does.
         self._crossings: Crossings | None = None
         if wiring.is_counted and wiring.comm.size > 1:
-            self._crossings = Crossings(wiring.comm, began_at)
+            self._crossings = Crossings(wiring.comm, wiring.control, began_at)
+            record.beside = wiring.control
 
     @property
     def step(self) -> int:
@@ -384,13 +385,12 @@ class SyncedBackward:
         """Whether this backward counts on no rank, because all have dropped what was under way."""
         return self._meeting.is_void
 
-    def hurry(self, *, among_others: bool = False) -> None:
+    def hurry(self) -> None:
         """Send every bucket when its last gradient comes from now on, whichever that is.
 
         Among several replicas, in a nested backward, and where the script has collectives of its own, that
         has to be the same moment on every rank.
         """
-        self._is_among_others |= among_others
         self._hurries = True
         self._listen()
         if not self._hold:
@@ -455,8 +455,8 @@ class SyncedBackward:
         if self._has_sent_all:
             return
         self.record.has_computed()
-        if self._crossings is not None and not self._is_among_others:
-            self._others = self._crossings.others(self.record.collectives)
+        if self._crossings is not None:
+            self._others = self._crossings.others
         self._forget_gradients()
         self.agree()
         self._find_skipped()
@@ -501,6 +501,7 @@ class SyncedBackward:
         if not closing.buffers:
             self._outbox.linger()
         tally = self._hear()
+        self.told = tally.outcome
         arrival, rows = self._receive_all(tally)
         self.record.has_landed()
         # To a rank that has joined as well: what steps there, as ZeroRedundancyOptimizer does, must not step

@@ -13,24 +13,30 @@ sums are made of what does not belong together, or the backend aborts. So
 import zlib
 
 from paceline.comm import Comm
+from paceline.control import Control
 from paceline.tally import Outcome
 
 
 class Crossings:
-    """What was started over a group in one backward, on one rank. ``began_at``: how much before it began."""
+    """What the script has started over a group in one backward, on one rank.
 
-    def __init__(self, comm: Comm, began_at: int | None) -> None:
+    ``began_at`` is the count before the backward began, if that was noticed.
+    """
+
+    def __init__(self, comm: Comm, control: Control, began_at: int | None) -> None:
         self._comm = comm
-        self._began_at = comm.started_on() if began_at is None else began_at
+        self._control = control
+        self._began_at = others_on(comm, control) if began_at is None else began_at
         self._before: list[int] = []  # each bucket
 
     def note_bucket(self) -> None:
         """Note that a bucket is going to be started."""
-        self._before.append(self._comm.started_on() - self._began_at)
+        self._before.append(self.others)
 
-    def others(self, own: int) -> int:
-        """Count what was started, but for what is ours."""
-        return max(0, self._comm.started_on() - self._began_at - own)
+    @property
+    def others(self) -> int:
+        """How many there have been so far."""
+        return max(0, others_on(self._comm, self._control) - self._began_at)
 
     @property
     def order(self) -> int:
@@ -38,12 +44,17 @@ class Crossings:
         return zlib.crc32(repr(self._before).encode())
 
 
+def others_on(comm: Comm, control: Control) -> int:
+    """Count the collectives of a group that no replica has started. Only differences mean something."""
+    return comm.started_on() - control.collectives
+
+
 class Care:
     """What a replica has learned about such collectives; the same on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_use_differ: bool = False) -> None:
         self.is_crossed = False  # a backward has held some
-        self.may_use_differ = False  # parameters have gone unused, or somebody has said that they will
+        self.may_use_differ = may_use_differ  # parameters have gone unused, or somebody has said they will
 
     def learn(self, outcome: Outcome) -> None:
         """Learn from what all ranks have told each other at the end of a backward."""

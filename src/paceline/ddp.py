@@ -144,6 +144,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 left_out=frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ())),
                 delayed=delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
                 skip_unused=skip_all_reduce_unused_params,
+                may_use_differ=find_unused_parameters,
                 is_group_chosen=process_group is not None or device_mesh is not None,
             )
 
@@ -173,7 +174,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._replica.due.policies = WHEN_ASKED
         if self._engine is not None:
             self._engine.before_first = weakref.WeakMethod(self._take_over_optimizers)
-            self._engine.care.may_use_differ = self.find_unused_parameters
         self.require_backward_grad_sync = self._sync_by_default
         if self._settings.precision is not None:
             mark_precision(self.module, self._settings.precision.param, self._settings.left_out)

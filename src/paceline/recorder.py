@@ -14,6 +14,7 @@ import torch
 
 from paceline.clocks import Clock
 from paceline.comm import Comm, Pending
+from paceline.control import Control
 from paceline.stats import ClockName, Stats, Times, mean_of
 
 WINDOW = 100  # how many timed steps the means go over
@@ -59,6 +60,7 @@ class StepRecord:
         self.local_backwards = local
         self.buckets = 0
         self.collectives = 0
+        self.beside: Control | None = None  # counts those of all replicas over a group
         self.nbytes = 0
         self.arrival: Mapping[int, None] = {}  # the parameters, in the order in which gradients came
         self.active: Sequence[int] = ()  # the ranks that had a batch
@@ -82,18 +84,21 @@ class StepRecord:
 
     def sends(self, flat: torch.Tensor) -> None:
         """Note a tensor that goes out in one collective."""
-        self.collectives += 1
-        self.nbytes += flat.nbytes
+        self._counts(1, flat.nbytes)
 
     def sends_numbers(self, count: int) -> None:
         """Note whole numbers that go out in one collective (see ``Comm.numbers_of``)."""
-        self.collectives += 1
-        self.nbytes += 4 * count
+        self._counts(1, 4 * count)
 
     def counts(self, tensors: Iterable[torch.Tensor], collectives: int) -> None:
         """Note tensors that go out in some collectives."""
+        self._counts(collectives, sum(tensor.nbytes for tensor in tensors))
+
+    def _counts(self, collectives: int, nbytes: int) -> None:
         self.collectives += collectives
-        self.nbytes += sum(tensor.nbytes for tensor in tensors)
+        self.nbytes += nbytes
+        if self.beside is not None:
+            self.beside.collectives += collectives
 
     def has_computed(self) -> None:
         """Note that autograd has ended; the first call counts."""

@@ -19,7 +19,7 @@ from paceline.backward import LocalBackward, SyncedBackward
 from paceline.buffers import BufferSync
 from paceline.clocks import clocks_for
 from paceline.comm import Comm
-from paceline.crossings import Care
+from paceline.crossings import Care, others_on
 from paceline.errors import (
     PeerLost,
     RanksDisagree,
@@ -79,8 +79,8 @@ class Reducer:
         self._handed_out: Layout | None = None  # what the present gradients lie in
         self._armed = False
         self._kept_company = False  # since it ran out of batches
-        self.care = Care()  # with collectives of the script's own
-        self._began_at: int | None = None  # collectives started before the backward that is under way
+        self.care = Care(may_use_differ=wiring.may_use_differ)  # with collectives of the script's own
+        self._began_at: int | None = None  # the script's collectives before the backward that is under way
         self._awaited: list[Any] = []  # futures of a buffer hook
         self.trouble = Trouble(self)
         self.has_closed = False  # the present backward has been closed here
@@ -123,9 +123,9 @@ class Reducer:
                 if index in backward.quiet:
                     backward.seen[index] = None
                 elif index in backward.warm:
-                    backward.seen[index] = None
                     place, position = backward.warm[index]
                     backward.packets[place].take(position)
+                    backward.seen[index] = None  # not before: another thread may send what is complete
                 else:
                     backward.arrived(index)
             elif outputs[0] is not None:
@@ -331,7 +331,7 @@ class Reducer:
         if not others:
             return
         for reducer in (*others, self):
-            reducer.hurry(among_others=True)
+            reducer.hurry()
         if (error := self.why_not_several()) is not None:
             raise error
 
@@ -344,11 +344,11 @@ class Reducer:
             "could not follow. Run one backward for each model, in the order given to join()"
         )
 
-    def hurry(self, *, among_others: bool = False) -> None:
+    def hurry(self) -> None:
         """Put nothing off: several replicas in one backward have to send in the same order on every rank."""
         if isinstance(self._backward, SyncedBackward):
             with self.trouble:
-                self._backward.hurry(among_others=among_others)
+                self._backward.hurry()
 
     def on_nested_begin(self) -> None:
         """See BackwardListener: what is on its way must not be added to."""
@@ -386,8 +386,12 @@ class Reducer:
         self._micro_batches = max(0, self._micro_batches - 1)
 
     def _finish(self, backward: SyncedBackward) -> None:
-        with self.trouble:
-            outcome = backward.finish(learn=self._planner.is_guess)
+        try:
+            with self.trouble:
+                outcome = backward.finish(learn=self._planner.is_guess)
+        finally:
+            if backward.told is not None:
+                self.care.learn(backward.told)
         if self.passes.present is not None:
             self._check_contexts(outcome, backward)
         self.step = backward.step + 1
@@ -400,7 +404,6 @@ class Reducer:
             self._tree.clear() if backward.is_dropped else self._tree.finish(self.plan.members)
         self._handed_out = self._planner.layout
         self._planner.learn_from(outcome)
-        self.care.learn(outcome)
 
     def _check_contexts(self, outcome: Outcome, backward: SyncedBackward) -> None:
         """Refuse gradients that some contexts of distributed autograd have no place for, on every rank."""
@@ -546,7 +549,7 @@ class Reducer:
         if self._local.ledger.now is not None:
             self._local.prepare(is_reduced=self.wants_sync)
         if self._wiring.comm.size > 1:
-            self._began_at = self._wiring.comm.started_on()
+            self._began_at = others_on(self._wiring.comm, self._wiring.control)
 
     def on_backward_left(self) -> None:
         """See BackwardListener."""
@@ -739,6 +742,7 @@ class Reducer:
         self.step = step
         self.steps.count = 0
         self.trouble.forget()
+        self.care = Care(may_use_differ=wiring.may_use_differ)
         # What the old ranks agreed on, the new ones have not.
         if self._tree is not None:
             self._tree.clear()

@@ -106,7 +106,9 @@ class Replica:
             agree_on_hook(settings.hook, watched, comm)
         else:
             bind(settings.hook, [(name, leaf_of(p)) for name, p in watched], comm)
+        self.sharing.begin(self)  # before the old one goes: it may be the last that needs a keeper
         if replaces is not None:
+            self.sharing.take_over(self, replaces)
             replaces._detach()
         self._low_precision: LowPrecision | None = None
         if settings.precision is not None:
@@ -133,7 +135,6 @@ class Replica:
         self._make_reducer = functools.partial(Reducer, watched, caps=settings.caps, wishes=wishes)
         self.reducer: Reducer | None = None
         self._schedule: auditing.Schedule | None = None
-        self.sharing.begin(self, replaces)
         if self._is_of_use and (settings.deterministic or settings.check_finite or not comm.is_solo):
             wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
             self.reducer = self._make_reducer(wiring=wiring)
@@ -279,6 +280,7 @@ class Replica:
         If it raises before its backward was reduced, the others raise PeerFailed; if it ends without a
         reduced backward or a skip(), all ranks raise.
         """
+        self._refuse_shared("batch()", "Leave it out")
         return self.reducer.batch() if self.reducer else _nothing()
 
     def _reducer_even_alone(self) -> Reducer | None:
@@ -307,6 +309,15 @@ class Replica:
             raise ValueError(
                 f"{what} is not for a {self._model} that shares parameters with a module which was "
                 f"replicated before, and reduces them: {left}. {advice}"
+            )
+
+    def _refuse_entrusted(self, what: str, advice: str) -> None:
+        """Refuse what those who leave parameters to this replica would not know of."""
+        if self.sharing.is_needed:
+            names = {leaver._model for leaver in self.sharing.leavers}
+            raise ValueError(
+                f"{what} is not for this {self._model}: it reduces parameters that it shares with "
+                f"{name_some(sorted(names))}, which was replicated later. {advice}"
             )
 
     # ---- what the ranks compare ------------------------------------------------------------------
@@ -435,6 +446,7 @@ class Replica:
         finite.refuse_beside_optimizer(self.settings.check_finite)
         auditing.refuse_beside_optimizer(self._schedule)
         self._refuse_shared("An optimizer inside backward", "Step after backward()")
+        self._refuse_entrusted("An optimizer inside backward", "Step after backward()")
         if self.settings.deterministic:
             raise ValueError(
                 "deterministic=True and an optimizer inside backward exclude each other: sums in a fixed "
@@ -453,6 +465,7 @@ class Replica:
         module = self._module()
         assert module is not None
         self._refuse_shared("Another group", "detach() this one first")
+        self._refuse_entrusted("Another group", "detach() that one first")
         if self.reducer is not None:
             self.reducer.check_may_change("the group")
         comm = comm_for(group, None, module)
@@ -551,10 +564,10 @@ class Replica:
         if module is not None and self.size > 1:
             parameters = [p.detach() for name, p in module.named_parameters() if name not in left_out]
             finish_broadcast(start_broadcast(parameters, self.comm, source))
-            if self.reducer is not None:
+            for reducer in self.reducers_in_use():
                 # The weights are equal now, whatever was done before.
-                self.reducer.steps.count = 0
-                self.reducer.trouble.broken = ""
+                reducer.steps.count = 0
+                reducer.trouble.broken = ""
 
     # ---- buffers ---------------------------------------------------------------------------------
 
@@ -685,7 +698,7 @@ class Replica:
     def detach(self) -> nn.Module | None:
         """Take everything off again. The module stays as it is, a plain module from now on."""
         if self.sharing.is_needed:
-            names = [type(leaver.module).__name__ for leaver in self.sharing.leavers]
+            names = {leaver._model for leaver in self.sharing.leavers}
             raise ValueError(
                 f"this {self._model} reduces parameters that it shares with {name_some(sorted(names))}, "
                 "which was replicated later: detach() that one first"
@@ -698,6 +711,7 @@ class Replica:
             self._detach()
             return
         self.sharing.is_over = True
+        self.sharing.let_go(self)
         if _replicas.get(self._key) is self:
             del _replicas[self._key]
         while self._forward_handles:
@@ -715,7 +729,7 @@ class Replica:
             the_guard.remove(self.reducer)
             self.reducer.close()
             self.reducer = None
-        self.sharing.end(self)
+        self.sharing.let_go(self)
         return self._module()
 
     # ---- figures ---------------------------------------------------------------------------------
@@ -845,6 +859,7 @@ def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync, mo
         deterministic=settings.deterministic,
         riders=_riders(settings) if comm.size > 1 else (),
         model=model,
+        may_use_differ=settings.may_use_differ,
     )
 
 

@@ -35,6 +35,7 @@ class Settings:
     forward_sync_buffers: bool | None = None  # what a wrapper, which does it in its forward, was told
     left_out: frozenset[str] = frozenset()  # parameters and buffers that are each rank's own
     delayed: frozenset[str] = frozenset()  # parameters that go last, in one bucket
+    may_use_differ: bool = False  # somebody expects parameters to go unused
     skip_unused: bool = False  # do not send buckets that no rank has put anything into
     precision: Precision | None = None
     deterministic: bool = False  # sums have a fixed order
@@ -61,6 +62,7 @@ class Settings:
             ("the setting loader_check", str(self.loader_check)),
             ("the setting init_sync", str(self.take_state)),
             ("the setting skip_all_reduce_unused_params", str(self.skip_unused)),
+            ("the setting find_unused_parameters", str(self.may_use_differ)),
         ]
 
 

@@ -57,16 +57,20 @@ class Sharing:
         """Whether somebody who is still there leaves parameters to it."""
         return any(not leaver.sharing.is_over for leaver in self.leavers)
 
-    def begin(self, replica: Holder, replaces: Holder | None) -> None:
-        """Tell the keepers. What was left to the replica that is replaced is left to this one."""
+    def begin(self, replica: Holder) -> None:
+        """Tell the keepers."""
         for keeper in self.keepers:
             keeper.sharing.leavers.add(replica)
-        for leaver in list(replaces.sharing.leavers) if replaces is not None else ():
+
+    def take_over(self, replica: Holder, replaces: Holder) -> None:
+        """Have left to this replica what was left to the one that is replaced."""
+        for leaver in list(replaces.sharing.leavers):
             keepers = leaver.sharing.keepers
             keepers[keepers.index(replaces)] = replica
             self.leavers.add(leaver)
+            replaces.sharing.leavers.discard(leaver)
 
-    def end(self, replica: Holder) -> None:
+    def let_go(self, replica: Holder) -> None:
         """Leave nothing to anybody any more. A keeper whom nobody needs now is done."""
         while self.keepers:
             sharing = (keeper := self.keepers.pop()).sharing
@@ -93,9 +97,10 @@ class Sharing:
 
 def everyone(replicas: Mapping[int, Any]) -> list[Any]:
     """Return the replicas, and those that only go on because parameters are left to them."""
-    found = dict.fromkeys(replicas.values())
-    found |= dict.fromkeys(keeper for replica in list(found) for keeper in replica.sharing.keepers)
-    return list(found)
+    found = list(dict.fromkeys(replicas.values()))
+    for replica in found:  # it grows meanwhile
+        found += [keeper for keeper in replica.sharing.keepers if keeper not in found]
+    return found
 
 
 def keepers_of(module: nn.Module, left_out: frozenset[str], replicas: Iterable[Any]) -> list[Any]:

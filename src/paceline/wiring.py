@@ -46,6 +46,7 @@ class Wiring:
     deterministic: bool = False  # sums have a fixed order
     riders: Sequence[Rider] = ()  # what else the ranks compare in every backward
     model: str = "replica"  # the class of the module
+    may_use_differ: bool = False  # somebody expects parameters to go unused
     across: Across | None = None  # the ranks that hold the other parts of a sharded model
 
     def scale_on(self, device: torch.device) -> float:

@@ -29,6 +29,7 @@ class Control(ABC):
     def __init__(self) -> None:
         self._replicas = 0
         self.ended: Exception | None = None  # why no collective beside this control plane can be trusted
+        self.collectives = 0  # that were started beside this control plane
         self.trace = 0  # stands for the order of everything that was sent beside this control plane
 
     def new_name(self) -> bytes:

@@ -41,6 +41,8 @@ def tell_of_processes() -> None:
     start = module.start_processes
 
     def start_and_tell(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK", "0") != "0":
+            return start(*args, **kwargs)
         print(
             "paceline: this script starts processes of its own (torch.multiprocessing). If they are its "
             "ranks, start it with plain python, and have it import paceline.DistributedDataParallel: in "
