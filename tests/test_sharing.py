@@ -58,6 +58,11 @@ def train(models: tuple[nn.Module, nn.Module], rank: int | None, steps: int = 6)
         optimizers[step % 2].step()
 
 
+def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def assert_equal_weights(models: tuple[nn.Module, nn.Module], alone: tuple[nn.Module, nn.Module]) -> None:
     for model, reference in zip(models, alone, strict=True):
         for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -101,8 +106,7 @@ def test_one_backward_of_both_losses(rank: int) -> None:
                 model.zero_grad()
             (loss_of(each[0], x) + loss_of(each[1], x)).backward()
         for model, reference in zip(models, alone, strict=True):
-            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(one.grad, other.grad)
+            assert_equal_gradients(model, reference)
 
 
 @ranks(2)
@@ -143,8 +147,7 @@ def test_what_surrounds_a_backward_of_the_second_holds_for_the_shared_body_too(r
         (loss_of(alone[1], rows(1, 0)) / 4 + loss_of(alone[1], rows(1, 1)) * 3 / 4).backward()
     else:
         (loss_of(alone[1], rows(0)) + loss_of(alone[1], rows(1))).backward()
-    for one, other in zip(models[1].parameters(), alone[1].parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(models[1], alone[1])
 
 
 @ranks(2)
@@ -160,8 +163,7 @@ def test_the_body_is_reduced_on_when_the_first_wrapper_and_its_module_are_gone(r
     loss_of(second, rows(0, rank)).backward()
     loss_of(alone[1], rows(0)).backward()
 
-    for one, other in zip(second.parameters(), alone[1].parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(second, alone[1])
 
 
 @ranks(2)
@@ -214,8 +216,7 @@ def test_the_second_module_can_be_wrapped_again_when_the_first_is_gone(rank: int
     loss_of(second, rows(0, rank)).backward()
     loss_of(alone[1], rows(0)).backward()
 
-    for one, other in zip(models[1].parameters(), alone[1].parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(models[1], alone[1])
 
 
 @ranks(2)
@@ -235,8 +236,7 @@ def test_of_a_chain_of_replicas_only_those_go_on_that_somebody_needs(rank: int, 
         alone = copy.deepcopy(model)
         loss_of(model, rows(0, rank)).backward()
         loss_of(alone, rows(0)).backward()
-        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        assert_equal_gradients(model, alone)
 
 
 @ranks(2)
@@ -270,8 +270,7 @@ def test_three_modules_in_a_row(rank: int) -> None:
             loss_of(model, rows(step, rank)).backward()
             alone[number].zero_grad()
             loss_of(alone[number], rows(step)).backward()
-            for one, other in zip(model.parameters(), alone[number].parameters(), strict=True):
-                torch.testing.assert_close(one.grad, other.grad)
+            assert_equal_gradients(model, alone[number])
 
 
 @ranks(2)
@@ -288,8 +287,7 @@ def test_a_module_that_leaves_everything_to_another(rank: int) -> None:
 
     loss_of(alone, rows(0)).backward()
     loss_of(alone, rows(1)).backward()
-    for one, other in zip(same.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(same, alone)
 
 
 @ranks(2)
@@ -307,8 +305,7 @@ def test_a_layer_added_to_the_second_is_reduced_and_the_body_stays_with_the_firs
     loss_of(second, rows(1, rank)).backward()
 
     loss_of(alone, rows(1)).backward()
-    for one, other in zip(second.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(second, alone)
 
 
 @ranks(2)
@@ -324,8 +321,7 @@ def test_a_body_taken_out_of_the_first_stays_reduced_for_the_second(rank: int) -
     loss_of(second, rows(1, rank)).backward()
 
     loss_of(alone, rows(1)).backward()
-    for one, other in zip(second.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(second, alone)
 
 
 @ranks(2)
@@ -455,8 +451,7 @@ def test_a_shared_body_that_is_left_out_of_the_first_is_reduced_by_the_second(ra
     loss_of(second, rows(0, rank)).backward()
 
     loss_of(alone, rows(0)).backward()
-    for one, other in zip(second.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(second, alone)
 
 
 @ranks(2)
@@ -471,8 +466,7 @@ def test_two_heads_compiled(rank: int) -> None:
         for each, x in ((compiled, rows(step, rank)), (alone, rows(step))):
             each[step % 2].zero_grad()
             loss_of(each[step % 2], x).backward()
-        for one, other in zip(models[step % 2].parameters(), alone[step % 2].parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        assert_equal_gradients(models[step % 2], alone[step % 2])
 
 
 @ranks(2)
@@ -504,5 +498,4 @@ def test_a_process_alone_shares_as_many_do() -> None:
 
     loss_of(alone[1], rows(0)).backward()
     loss_of(alone[1], rows(1)).backward()
-    for one, other in zip(models[1].parameters(), alone[1].parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    assert_equal_gradients(models[1], alone[1])
