@@ -18,7 +18,7 @@ from paceline.errors import PeerLost, PeerTimeout, first_line
 from paceline.memory import Pages
 from paceline.places import here
 from paceline.python_groups import PythonGroup, is_python
-from paceline.torch_private import backend_of, sequence_of, timeout_of
+from paceline.torch_private import backend_of, counters_of, timeout_of
 from paceline.waiting import LOOK_PAUSE, STALL_SECONDS, Patience, Waiter, Waiting
 
 LINGER = timedelta(seconds=0.1)
@@ -232,6 +232,7 @@ class GroupComm(Comm):
         self.seconds = timeout_of(group, self.working_device)
         self.patience = Patience(self.rank, self.size, self.seconds)
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
+        self._counters = counters_of(group)
         self._pages: dict[tuple[int, torch.dtype], Pages] = {}
         self._sum_options = _options(dist.ReduceOp.SUM)
         self._mean_options = _options(dist.ReduceOp.AVG)
@@ -269,7 +270,10 @@ class GroupComm(Comm):
         return 1.0 if self._mean_is_native.get(device.type) else 1 / self.divisor
 
     def started_on(self) -> int:
-        return sequence_of(self.group)
+        total = 0
+        for count in self._counters:
+            total += count()
+        return total
 
     def total(self, flat: torch.Tensor) -> Pending:
         return Pending(flat, self._calls.allreduce([_real(flat)], self._sum_options), self.patience)

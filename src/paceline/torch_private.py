@@ -29,6 +29,7 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch.autograd._profiler_enabled           whether anybody would see a name in a profile
 """
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -343,12 +344,20 @@ def timeout_of(group: Any, device: torch.device) -> float:
     return limit.total_seconds()
 
 
-def sequence_of(group: Any) -> int:
-    """Count the collectives that a process group has started, where its backend counts them."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):
-        return 0
+def counters_of(group: Any) -> list[Callable[[], int]]:
+    """Return what counts the collectives that a process group has started, for each backend that does."""
+    backends: list[Any] = []
+    for kind in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # none for this kind
+            backend = group._get_backend(torch.device(kind))
+            if not any(backend is other for other in backends):
+                backends.append(backend)
+    counters = []
+    for backend in backends:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend._get_sequence_number_for_group()
+            counters.append(backend._get_sequence_number_for_group)
+    return counters
 
 
 def store_of(group: Any) -> Any:
