@@ -20,7 +20,7 @@ def warm_up(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Run a forward and a backward on every rank, and wait until all have done so."""
+    """Run a forward and a backward on every rank, inside ``no_sync()``, and wait until all have done so."""
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise RuntimeError(
             "warmup() computes gradients and drops them: call it where there are none, before the first step "
@@ -28,7 +28,7 @@ def warm_up(
         )
     failure: BaseException | None = None
     try:
-        with leaving_nothing(module), reducer.no_sync() if reducer else contextlib.nullcontext():
+        with leaving_nothing(module):
             torch.autograd.backward(loss(forward(*inputs, **kwargs)))
     except Exception as error:
         failure = error
