@@ -729,7 +729,7 @@ def test_most_small_gradients_are_only_noted_once_the_order_is_known(rank: int) 
     with mock.patch.object(SyncedBackward, "arrived", spy_on(SyncedBackward.arrived, heard)):
         loss.backward()
 
-    assert len(heard) == 5 + 1  # of 40: every eighth, and the last one
+    assert len(heard) == 2 + 1  # of 40: every 32nd, and the last one
     assert reducer.recorder.last is not None
     assert sorted(reducer.recorder.last.arrival) == list(range(40))
 
@@ -768,7 +768,7 @@ def test_most_large_gradients_are_copied_as_they_come_and_nothing_else_once_the_
         loss.backward()
 
     large = {i for i, p in enumerate(model.parameters()) if p.dim() == 2}
-    assert len(heard) == 5 + 1  # of 40: every eighth, and the last one
+    assert len(heard) == 2 + 1  # of 40: every 32nd, and the last one
     assert len(copied) == len(large - set(heard))
     loss_of(alone, batch(width=128)).backward()
     assert_same(gradients(model), gradients(alone))
@@ -856,7 +856,7 @@ def sent_when_they_came(rank: int, lateness: float, *, on_gpu: bool) -> list[tup
 def test_a_rank_that_is_ahead_puts_no_bucket_off(rank: int, on_gpu: bool) -> None:
     counts = sent_when_they_came(rank, 0.3, on_gpu=on_gpu)
 
-    assert len(counts) > 4
+    assert len(counts) > 3
     assert [out for _, out in counts] == [complete for complete, _ in counts]
 
 

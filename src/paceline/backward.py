@@ -15,7 +15,6 @@ import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from paceline.landing import hook_failed
 from paceline.meeting import Meeting
 from paceline.outbox import Outbox
 from paceline.recorder import StepRecord
-from paceline.shelf import APART, NOWHERE, Layout, Packet
+from paceline.shelf import APART, NOWHERE, Expected, Layout, Packet
 from paceline.tally import Outcome, Tally, mixed_up, peer_failed
 from paceline.torch_private import shown_in_profiles
 from paceline.tree import Tree
@@ -60,7 +59,6 @@ class TooLate(Exception):
 
 
 NONE: frozenset[int] = frozenset()
-NO_PLACES: Mapping[int, tuple[int, int]] = MappingProxyType({})
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -72,8 +70,6 @@ def _without_graph() -> AbstractContextManager[Any]:
 class LocalBackward:
     """A backward inside ``no_sync()``: it only notes what now differs between the ranks."""
 
-    quiet = NONE
-    warm = NO_PLACES
     packets: Sequence[Packet] = ()
     is_pass = False
 
@@ -88,6 +84,7 @@ class LocalBackward:
         self._parameters = parameters
         self._local = local
         self.seen: Any = local  # to be asked only
+        self.expected: dict[int, Expected] = {}  # every gradient is reported
         self._tree = tree
         self._counts = counts
 
@@ -150,10 +147,9 @@ class SyncedBackward:
         self._held = held
         self._tree = tree
         self.seen: dict[int, None] = {}
-        # Who hears of a gradient of these need not call ``arrived()``: it is to be noted in ``seen``, and, if
-        # it is a warm one, to be taken by its packet.
-        self.quiet, self._unheard = layout.quiet, layout.unheard
-        self.warm: Mapping[int, tuple[int, int]] = layout.warm
+        # Who hears of a gradient that is expected takes it out of here, and need not call ``arrived()``: it
+        # is to be noted in ``seen``, and to be taken by its packet if it has a place there.
+        self.expected, self._unheard = layout.expected.copy(), layout.unheard
         record.arrival = self.seen
         self._late: set[int] = set()
         self._waiting = list(layout.heard_counts)
@@ -221,7 +217,7 @@ class SyncedBackward:
         self._weight = 1.0 if ledger.total is None else ledger.total
         self._counts_across = kind is not Kind.LEFT
         self._hold = in_graph or hold or set_back is not None
-        if self._hold or self._tree is not None or self._held:
+        if self._hold or self._tree is not None or self._held or self.is_pass:
             self._listen()
         step, wiring = self.step, self._wiring
         told = [rider.opens(step) for rider in wiring.riders] if not failure else ()
@@ -242,6 +238,7 @@ class SyncedBackward:
         if place < 0:
             self._arrived_apart(parameter, place)
             return
+        self.expected.pop(parameter, None)
         self.seen[parameter] = None
         if self._hold:
             self._waiting[place] -= 1  # so that it can be told how far this is
@@ -283,7 +280,7 @@ class SyncedBackward:
         """Have every arrival reported from now on: parameters may get more than one gradient."""
         for index in self._unheard - self.seen.keys():
             self._waiting[self._route[index][0]] += 1
-        self.quiet, self.warm, self._unheard = NONE, NO_PLACES, NONE
+        self.expected, self._unheard = {}, NONE
 
     def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> None:
         """Take gradients out of the middle of a compiled backward, before autograd has them.

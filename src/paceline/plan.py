@@ -22,7 +22,7 @@ import torch
 
 MIB = 1024 * 1024
 FEW_NBYTES = 4 * MIB  # of gradients altogether: not worth to be cut
-SMALL_NBYTES = 64 * 1024  # gradients below are cheaper to copy together than one by one
+SMALL_NBYTES = 16 * 1024  # gradients below are cheaper to copy together than one by one
 
 
 @dataclass(frozen=True)

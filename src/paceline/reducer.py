@@ -38,7 +38,7 @@ from paceline.plan import Caps, Plan, Wishes
 from paceline.planner import Planner
 from paceline.recorder import Recorder
 from paceline.riders import Rider
-from paceline.shelf import Layout, Shelf
+from paceline.shelf import NOTED, Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
 from paceline.tally import BACKWARD, Outcome, ended
@@ -117,21 +117,24 @@ class Reducer:
         def on_gradient(_inputs: Any, outputs: Any) -> None:
             """Pass the news on. Called by the autograd thread that has just written the gradient."""
             backward = self._backward
-            if backward is None or backward.is_pass:
-                backward = self._open(index, outputs[0])
-            if index not in backward.seen:
-                if index in backward.quiet:
-                    backward.seen[index] = None
-                elif index in backward.warm:
-                    place, position = backward.warm[index]
-                    backward.packets[place].take(position)
-                    backward.seen[index] = None  # not before: another thread may send what is complete
-                else:
-                    backward.arrived(index)
-            elif outputs[0] is not None:
-                backward.arrived(index)
+            expected = None if backward is None else backward.expected.pop(index, None)
+            if backward is None or expected is None:
+                self._on_heard(index, outputs[0])
+                return
+            if expected is not NOTED:
+                place, position = expected
+                backward.packets[place].take(position)
+            backward.seen[index] = None  # not before: another thread may send what is complete
 
         return on_gradient
+
+    def _on_heard(self, index: int, came: torch.Tensor | None) -> None:
+        """Hear of a gradient for which more is to be done than to note it."""
+        backward = self._backward
+        if backward is None or backward.is_pass:
+            backward = self._open(index, came)
+        if came is not None or index not in backward.seen:
+            backward.arrived(index)
 
     def _before_gradient_of(self, index: int) -> Callable[[Any], Any]:
         def before_gradient(gradients: Any) -> Any:

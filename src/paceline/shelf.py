@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from types import NoneType
 
 import torch
@@ -34,10 +34,12 @@ RUN_LENGTH = 4
 
 
 STRIDED = torch.strided
+CAT, MUL = torch.cat, torch.mul
 
 
 # Every gradient of every step is asked: not in Python.
 _VERSION = attrgetter("_version")
+_GRADIENT = attrgetter("grad")
 _IS_THERE = functools.partial(is_not, None)
 
 
@@ -177,10 +179,11 @@ def _views_of(run: Run, flat: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 # So often at least, a gradient's arrival is an occasion to see what can be sent.
-LISTEN_EVERY = 8
-LISTEN_EVERY_ON_GPU = 32  # there the host is ahead anyway
+LISTEN_EVERY = 32
 NOWHERE = (-1, None)
 APART = (-2, None)  # sparse: it has no slot
+NOTED = (-3, -3)  # it has to be known that it has come, and no more
+Expected = tuple[int, int]  # a bucket, and a position there
 
 
 @dataclass(frozen=True)
@@ -216,8 +219,9 @@ class Layout:
         self.unheard_in = [self._unheard_in(shelf) if is_learned else frozenset() for shelf in self.shelves]
         self.unheard: frozenset[int] = frozenset().union(*self.unheard_in)
         # Of these, what is copied as soon as it arrives, with its place; the others are only noted.
-        self.warm = {i: self.place_of(i) for i in self.unheard if self.route[i][1] is not None}
-        self.quiet = self.unheard - self.warm.keys()
+        self.expected: dict[int, Expected] = {
+            index: NOTED if self.route[index][1] is None else self.place_of(index) for index in self.unheard
+        }
         self.heard_counts = [
             len(shelf.indices) - len(unheard)
             for shelf, unheard in zip(self.shelves, self.unheard_in, strict=True)
@@ -227,8 +231,7 @@ class Layout:
     def _unheard_in(self, shelf: Shelf) -> frozenset[int]:
         arrival = {index: number for number, index in enumerate(self.plan.basis)}
         expected = sorted(shelf.indices, key=lambda index: arrival[index])
-        every = LISTEN_EVERY if shelf.on_cpu else LISTEN_EVERY_ON_GPU
-        heard = {expected[-1], *expected[::every]}
+        heard = {expected[-1], *expected[::LISTEN_EVERY]}
         return frozenset(i for i in expected if i not in heard)
 
     def places_of(self, indices: tuple[int, ...]) -> Sequence[Parcel]:
@@ -256,6 +259,7 @@ class Packet:
         self.shelf = shelf
         self.scale = scale
         self._dtype = shelf.bucket.dtype
+        self._parameters = shelf.parameters
         self._adds_to_last = shelf.last_flat is not None  # zero_grad() has not freed what was handed out
         self._taken: set[int] = set()
         self._is_patchy = False  # some of the small ones have been taken, too
@@ -277,22 +281,23 @@ class Packet:
         The gradient has just been through the caches, and what Python does for it is not in them any more:
         each name that is looked up here is felt.
         """
-        parameter = self.shelf.parameters[position]
+        parameter = self._parameters[position]
         gradient = parameter.grad
-        taken = self._taken
         # One that is new, and nobody else's.
         if (
             gradient is None
             or gradient._version
             or gradient.dtype is not self._dtype
             or gradient.layout is not STRIDED
-            or position in taken
         ):
             self.take_odd(position, hide=False)
             return
         view = (self.views or self._start())[position]
-        self._put(view, gradient)
-        taken.add(position)
+        if self.scale == 1:
+            CAT((gradient,), out=view)
+        else:
+            MUL(gradient, self._factor, out=view)
+        self._taken.add(position)
         parameter.grad = view
 
     def take_odd(self, position: int, *, hide: bool) -> None:
@@ -339,11 +344,11 @@ class Packet:
         shelf = self.shelf
         self.is_out_of_hand = not (hide or self.kept) and all(map(seen.__contains__, shelf.indices))
         if self.is_out_of_hand:
-            taken = self._taken
-            for position, (parameter, view) in enumerate(zip(shelf.parameters, self.views, strict=True)):
-                # What was taken is there already, if nobody has put anything else there. To look is cheaper.
-                if position not in taken or parameter.grad is not view:
-                    parameter.grad = view
+            # What was taken is there already, if nobody has put anything else there.
+            if self._is_full and all(map(is_, map(_GRADIENT, shelf.parameters), self.views)):
+                return
+            for parameter, view in zip(shelf.parameters, self.views, strict=True):
+                parameter.grad = view
             return
         for index, parameter, view in zip(shelf.indices, shelf.parameters, self.views, strict=True):
             if index in seen:
