@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline.replication import _replicas
+from paceline.registry import registry
 from paceline.testing import ranks
 
 
@@ -77,7 +77,7 @@ def test_detach_takes_everything_off_again(rank: int) -> None:
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
     assert model.weight.grad[0, 0] == rank + 1
     assert torch.autograd._engine_run_backward is not entry
-    assert not _replicas
+    assert not len(registry)
     model.zero_grad()
     paceline.replicate(model)
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
@@ -93,7 +93,7 @@ def test_a_replica_ends_with_its_module(rank: int) -> None:
     del model
     gc.collect()
 
-    assert not _replicas
+    assert not len(registry)
     assert reducer() is None
 
 

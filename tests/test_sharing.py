@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import paceline
 from paceline.errors import PeerFailed, RanksDisagree, UnsyncedGradients
 from paceline.hooks import powersgd
-from paceline.replication import _replicas
+from paceline.registry import registry
 from paceline.testing import ranks
 
 ROWS = 8
@@ -168,7 +168,7 @@ def test_the_body_is_reduced_on_when_the_first_wrapper_and_its_module_are_gone(r
 
 @ranks(2)
 def test_nothing_is_left_when_the_last_of_them_is_gone(rank: int) -> None:
-    before = len(_replicas)
+    before = len(registry)
     first, second = pair()
     body = first.body
     paceline.replicate(first)
@@ -178,7 +178,7 @@ def test_nothing_is_left_when_the_last_of_them_is_gone(rank: int) -> None:
     del second
     gc.collect()
 
-    assert len(_replicas) == before
+    assert len(registry) == before
     loss_of(body, rows(0, rank)).backward()  # this rank's own: the hooks are off
     alone = copy.deepcopy(body)
     alone.zero_grad()

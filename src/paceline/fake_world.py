@@ -31,7 +31,7 @@ from paceline.control import Control
 from paceline.fake_tensors import Listener, NoValues, exchange_contents, no_values
 from paceline.frames import Kind, Opening
 from paceline.places import Place, working_at
-from paceline.replication import replicas_beside
+from paceline.registry import registry
 from paceline.torch_collectives import described, known_group
 
 MACHINE_RANKS = 8  # ranks of one machine, as LOCAL_RANK has it
@@ -79,7 +79,7 @@ class Seat(Place):
     def leave(self) -> None:
         """Take everything off again that replicas have hung up here."""
         for control in self._controls.values():
-            for replica in replicas_beside(control):
+            for replica in registry.beside(control):
                 replica.detach()
 
 

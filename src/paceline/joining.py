@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from paceline.interrupts import interrupts
 from paceline.replication import Replica, replica
+from paceline.trouble import tell_all
 from paceline.wiring import Joining
 
 
@@ -45,10 +46,7 @@ def join(
             yield
             _keep_company(replicas, end)
         except BaseException as error:
-            for each in replicas:
-                each.open_failure(error)
-            for each in replicas:
-                each.tell_failure(error)
+            tell_all((trouble for each in replicas for trouble in each.troubles()), error)
             raise
 
 

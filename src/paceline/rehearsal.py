@@ -28,7 +28,7 @@ from paceline.hub import Hub, Left
 from paceline.launch.world import World, world
 from paceline.places import Place, here, working_at
 from paceline.reducer import Reducer
-from paceline.replication import replicas_beside
+from paceline.registry import registry
 from paceline.threads import Line, ThreadComm
 from paceline.watches.engine import engine_watch
 
@@ -139,7 +139,7 @@ def _doors_held(line: Line, players: Sequence[Player]) -> Iterator[None]:
             yield
         finally:
             for player in players:
-                for replica in replicas_beside(player.comm.own_control()):
+                for replica in registry.beside(player.comm.own_control()):
                     replica.detach()
             line.release()
 

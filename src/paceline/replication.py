@@ -24,7 +24,7 @@ from paceline.buffer_policies import FORWARD, Due, Policy
 from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
 from paceline.comm import Comm, comm_over, group_of_mesh, name_of_mesh
 from paceline.compile.installing import install as get_ready_to_compile
-from paceline.control import Control, control_over
+from paceline.control import control_over
 from paceline.errors import name_some
 from paceline.explain import explain
 from paceline.facts import facts_of
@@ -44,6 +44,7 @@ from paceline.precision import LowPrecision
 from paceline.preflight import preflight
 from paceline.recorder import check_rate
 from paceline.reducer import Reducer, bind
+from paceline.registry import registry
 from paceline.reporter import reporter
 from paceline.riders import Rider
 from paceline.settings import (
@@ -57,10 +58,11 @@ from paceline.settings import (
     wishes_for,
 )
 from paceline.sharded import check_sharding, leaf_of
-from paceline.sharing import Sharing, everyone, keepers_of
+from paceline.sharing import Sharing, keepers_of
 from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
 from paceline.torch_private import agent_is_set
+from paceline.trouble import Trouble, tell_all
 from paceline.warming import total_of, warm_up
 from paceline.watches.engine import engine_watch
 from paceline.watches.loaders import watch_loaders
@@ -90,17 +92,17 @@ class Replica:
         comm.set_patience(settings.timeout_seconds, settings.stall_seconds)
         adopt(module)
         if original is None:
-            replaces = replaces or _ended(module)
-            if keepers_of(module, settings.left_out, _everyone(replaces)):
+            replaces = replaces or registry.ended(module)
+            if keepers_of(module, settings.left_out, registry.everyone(replaces)):
                 gc.collect()  # what nobody can reach any more holds nothing
-            others = {key: other for key, other in _replicas.copy().items() if other is not replaces}
-            agree_and_take_state(module, comm, settings, others, _everyone(replaces))
+            others = registry.everyone(replaces)
+            agree_and_take_state(module, comm, settings, registry.modules(replaces), others)
             rest_at_exit()
             module_watch.start()
             watch_loaders()
             get_ready_to_compile()
             stay_out_of_scripts()
-        self.sharing = Sharing(keepers_of(module, settings.left_out, _everyone(replaces)))
+        self.sharing = Sharing(keepers_of(module, settings.left_out, registry.everyone(replaces)))
         watched = self.sharing.own(watched_in(module, settings.left_out))
         if original is None:
             agree_on_hook(settings.hook, watched, comm)
@@ -122,7 +124,6 @@ class Replica:
         self.settings = settings
         self._module = weakref.ref(module)
         self._model = type(module).__name__
-        self._key = id(module)
         self._watched = watched
         self.wrapper: weakref.ref[Any] | None = None  # what explains itself beside the module
         specs = [spec_of(name, leaf_of(p)) for name, p in watched]
@@ -148,7 +149,7 @@ class Replica:
         if self.reducer is not None:
             self.reducer.look_again = self._look_again
         self._forward_handles = self._watch_forward(module)
-        _replicas[self._key] = self
+        registry.add(module, self)
         weakref.finalize(module, self.end).atexit = False
 
     def _guard(self) -> None:
@@ -228,10 +229,7 @@ class Replica:
                 )
             weight = read_weight(samples)
         except (TypeError, ValueError) as error:
-            for reducer in reducers:
-                reducer.trouble.open(error)
-            for reducer in reducers:
-                reducer.trouble.tell(error)
+            tell_all((reducer.trouble for reducer in reducers), error)
             raise
         with _all_of(reducer.weight(weight) for reducer in reducers):
             yield
@@ -300,6 +298,10 @@ class Replica:
     def reducers_in_use(self) -> list[Reducer]:
         """Return those that there are."""
         return [each.reducer for each in (*self.sharing.keepers, self) if each.reducer is not None]
+
+    def troubles(self) -> list[Trouble]:
+        """Return what deals with the exceptions of each."""
+        return [reducer.trouble for reducer in self.reducers_in_use()]
 
     def _refuse_shared(self, what: str, advice: str) -> None:
         """Refuse what cannot be done by several replicas at once."""
@@ -531,16 +533,6 @@ class Replica:
         """The ranks that had a batch in the last backward."""
         return self.reducer.last_active if self.reducer else (0,)
 
-    def open_failure(self, error: BaseException) -> None:
-        """Say that this rank's loop has ended with an exception, without waiting for anybody."""
-        for reducer in self.reducers_in_use():
-            reducer.trouble.open(error)
-
-    def tell_failure(self, error: BaseException) -> None:
-        """Let the others know that this rank's loop has ended with an exception."""
-        for reducer in self.reducers_in_use():
-            reducer.trouble.tell(error)
-
     def take_state(self, source: int) -> None:
         """Take one rank's parameters, and those buffers that are kept equal while the module is trained.
 
@@ -608,12 +600,10 @@ class Replica:
     def _on_forward_failed(self, error: BaseException) -> None:
         """Tell the others that no backward is going to follow. Called by a hook of the module."""
         if self._trains_here():
-            reducers = self.reducers_in_use()
-            for reducer in reducers:
-                reducer.trouble.forget_told(error, self._forward_began_at)
-                reducer.trouble.open(error, "in its forward")
-            for reducer in reducers:
-                reducer.trouble.tell(error)
+            troubles = self.troubles()
+            for trouble in troubles:
+                trouble.forget_told(error, self._forward_began_at)
+            tell_all(troubles, error, "in its forward")
 
     def _trains_here(self) -> bool:
         """Tell whether a forward that runs now is to be followed by a reduced backward."""
@@ -712,14 +702,12 @@ class Replica:
             return
         self.sharing.is_over = True
         self.sharing.let_go(self)
-        if _replicas.get(self._key) is self:
-            del _replicas[self._key]
+        registry.remove(self)
         while self._forward_handles:
             self._forward_handles.pop().remove()
 
     def _detach(self) -> nn.Module | None:
-        if _replicas.get(self._key) is self:
-            del _replicas[self._key]
+        registry.remove(self)
         if self._low_precision is not None:
             self._low_precision.remove()
             self._low_precision = None
@@ -775,62 +763,17 @@ def _is_of(leaves: set[int], now: Sequence[tuple[str, Any]], before: Sequence[to
     return False
 
 
-# Which modules are replicated. It is kept here, by identity, because what is stored in a module would
-# travel with its copies and pickles; an entry ends with its module.
-_replicas: dict[int, Replica] = {}
-
-
-def _everyone(but: Replica | None = None) -> list[Replica]:
-    """Return all replicas, those included that only go on because others leave parameters to them."""
-    return [found for found in everyone(_replicas.copy()) if found is not but]
-
-
-def _ended(module: nn.Module) -> Replica | None:
-    """Return the replica of a module whose wrapper is gone, if it goes on for others."""
-    return next((found for found in _everyone() if found.sharing.is_over and found.module is module), None)
-
-
-def _progress() -> str:
-    """Say how far an open backward has come. Called by the thread that reports."""
-    reducers = (found.reducer for found in _replicas.copy().values())
-    return next((told for each in reducers if each is not None and (told := each.progress)), "")
-
-
-reporter.progress = _progress
-
-
 def replica(module: nn.Module) -> Replica:
     """Return the handle of a replicated module, also from what it is wrapped in.
 
     That may be a DistributedDataParallel, or what torch.compile() returns.
     """
-    found = next((_replicas[id(each)] for each in _unwrapped(module) if id(each) in _replicas), None)
+    found: Replica | None = registry.find(module)
     if found is None:
         raise ValueError(
             f"this {type(module).__name__} is not replicated; call paceline.replicate(module) first"
         )
     return found
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Tell whether a module, a part of it, or what it is wrapped around is replicated."""
-    return any(id(part) in _replicas for part in (*_unwrapped(module), *module.modules()))
-
-
-def _unwrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module, and what is inside of it: of compiled ones, and of wrappers."""
-    inner: nn.Module | None = module
-    while inner is not None:
-        yield inner
-        inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
-
-
-def replicas_beside(control: Control) -> list[Replica]:
-    """Return the handles of all modules whose comm has brought along this control plane, the last one first,
-    as they can be detached.
-    """
-    found = [found for found in _replicas.copy().values() if found.comm.own_control() is control]
-    return found[::-1]
 
 
 def comm_for(group: Any, mesh: Any, module: object) -> Comm:

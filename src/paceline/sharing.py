@@ -10,7 +10,7 @@ depend on that.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -93,14 +93,6 @@ class Sharing:
         """Return the ids of what others leave to this replica, and of more that they have."""
         modules = [(leaver.module, leaver.settings.left_out) for leaver in self.leavers]
         return {id(p) for module, out in modules if module is not None for _, p in watched_in(module, out)}
-
-
-def everyone(replicas: Mapping[int, Any]) -> list[Any]:
-    """Return the replicas, and those that only go on because parameters are left to them."""
-    found = list(dict.fromkeys(replicas.values()))
-    for replica in found:  # it grows meanwhile
-        found += [keeper for keeper in replica.sharing.keepers if keeper not in found]
-    return found
 
 
 def keepers_of(module: nn.Module, left_out: frozenset[str], replicas: Iterable[Any]) -> list[Any]:

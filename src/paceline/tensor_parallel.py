@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import localized
 from paceline.errors import name_some
-from paceline.replication import is_replicated
+from paceline.registry import registry
 from paceline.stand_ins import StandIns
 from paceline.torch_private import is_dtensor
 
@@ -59,7 +59,7 @@ def delocalize(module: M) -> M:
 def _check(module: Any, what: str) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{what} takes a torch.nn.Module, got {type(module).__name__}")
-    if is_replicated(module):
+    if registry.holds(module):
         raise ValueError(
             f"{what} gives a module other parameters, but this {type(module).__name__} is replicated; "
             "detach() it first, and replicate it afterwards"

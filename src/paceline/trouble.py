@@ -8,7 +8,7 @@ too late           the others have stepped: this rank is behind, and says so in 
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -190,7 +190,7 @@ class Trouble:
                 self._engine.end_backward()
 
     def open(self, error: BaseException, where: str = LOOP) -> None:
-        """Say so, without waiting for anybody. Of several replicas, all do this before one waits."""
+        """Say so, without waiting for anybody."""
         is_told = self.has_told(error) or getattr(error, "is_known", False)
         if not is_told and self._is_free:
             with contextlib.suppress(PeerLost):
@@ -215,6 +215,15 @@ class Trouble:
             with contextlib.suppress(PeerLost):
                 self._engine.start_synced(Kind.LEFT)
             self._engine.end_backward()
+
+
+def tell_all(troubles: Iterable[Trouble], error: BaseException, where: str = LOOP) -> None:
+    """Let the others know of an exception in several replicas. All say so before one waits."""
+    several = list(dict.fromkeys(troubles))
+    for trouble in several:
+        trouble.open(error, where)
+    for trouble in several:
+        trouble.tell(error, where)
 
 
 def _told_by(error: BaseException) -> dict[bytes, int]:
