@@ -21,7 +21,7 @@ from paceline.across import Across, across_for
 from paceline.activity import trainer
 from paceline.agreement import agree_to_start, traits_of
 from paceline.buffer_policies import FORWARD, Due, Policy
-from paceline.buffers import BufferSync, finish_broadcast, names_of, start_broadcast
+from paceline.buffers import BufferSync, finish_broadcast, start_broadcast
 from paceline.comm import Comm, comm_over, group_of_mesh, name_of_mesh
 from paceline.compile.installing import install as get_ready_to_compile
 from paceline.control import control_over
@@ -29,6 +29,7 @@ from paceline.errors import name_some
 from paceline.explain import explain
 from paceline.facts import facts_of
 from paceline.farewell import rest_at_exit
+from paceline.following import Following
 from paceline.fused_optim import Per, StepInBackward, norm_gate
 from paceline.guard import guard as the_guard
 from paceline.hooks import Hook, name_of, way_of
@@ -53,11 +54,10 @@ from paceline.settings import (
     check_deterministic,
     check_hook,
     reducing_in,
-    tensors_in,
     watched_in,
     wishes_for,
 )
-from paceline.sharded import check_sharding, leaf_of
+from paceline.sharded import leaf_of
 from paceline.sharing import Sharing, keepers_of
 from paceline.starting import agree_and_take_state, agree_on_hook
 from paceline.stats import Stats
@@ -112,9 +112,9 @@ class Replica:
         if replaces is not None:
             self.sharing.take_over(self, replaces)
             replaces._detach()
-        self._low_precision: LowPrecision | None = None
+        self.low_precision: LowPrecision | None = None
         if settings.precision is not None:
-            self._low_precision = LowPrecision(module, settings.precision, settings.left_out)
+            self.low_precision = LowPrecision(module, settings.precision, settings.left_out)
         control = control_over(comm)
         self.name = control.new_name() if original is None else original._name_of_copy()
         self._copies = 0
@@ -124,7 +124,7 @@ class Replica:
         self.settings = settings
         self._module = weakref.ref(module)
         self._model = type(module).__name__
-        self._watched = watched
+        self.watched = watched
         self.wrapper: weakref.ref[Any] | None = None  # what explains itself beside the module
         specs = [spec_of(name, leaf_of(p)) for name, p in watched]
         trained = [index for index, (_, p) in enumerate(watched) if p.requires_grad]
@@ -139,15 +139,14 @@ class Replica:
         if self._is_of_use and (settings.deterministic or settings.check_finite or not comm.is_solo):
             wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
             self.reducer = self._make_reducer(wiring=wiring)
-            self.reducer.set_across(self._link_across(original))
+            self.reducer.set_across(self.link_across(original))
             self._renew_checks()
         self._guard()
         self.is_joining = False
-        self._changes = module_watch.changes
+        self._following = Following(self, module)
         self._forward_began_at = 0  # the step at which the last forward began
-        self._buffer_names = names_of(module)
         if self.reducer is not None:
-            self.reducer.look_again = self._look_again
+            self.reducer.look_again = self._following.look_again
         self._forward_handles = self._watch_forward(module)
         registry.add(module, self)
         weakref.finalize(module, self.end).atexit = False
@@ -156,10 +155,10 @@ class Replica:
         if self.reducer and self.settings.guard and self.size > 1:
             the_guard.add(self.reducer)
 
-    def _link_across(self, original: "Replica | None") -> Across | None:
+    def link_across(self, original: "Replica | None" = None) -> Across | None:
         """Link the ranks that hold other parts of the parameters, if there are any."""
         if original is None:
-            return across_for(parameter for _, parameter in self._watched)
+            return across_for(parameter for _, parameter in self.watched)
         theirs = original.reducer.wiring.across if original.reducer else None
         return theirs and theirs.for_copy(self.name.rpartition(b"/")[2])
 
@@ -175,7 +174,7 @@ class Replica:
     @property
     def _is_of_use(self) -> bool:
         """Whether the module has anything that can have a gradient."""
-        return bool(self._watched or self.sharing.keepers)
+        return bool(self.watched or self.sharing.keepers)
 
     @property
     def rank(self) -> int:
@@ -383,7 +382,7 @@ class Replica:
         return clip_grad_norm(self._named(), self.reducers_in_use(), max_norm, norm_type, error_if_nonfinite)
 
     def _named(self) -> Sequence[tuple[str, torch.Tensor]]:
-        named: list[tuple[str, torch.Tensor]] = [*(self.reducer.named() if self.reducer else self._watched)]
+        named: list[tuple[str, torch.Tensor]] = [*(self.reducer.named() if self.reducer else self.watched)]
         module = self._module()
         if self.sharing.keepers and module is not None:
             named += self.sharing.left(module, self.settings.left_out)
@@ -488,7 +487,7 @@ class Replica:
             kept = self.reducer.wiring
             self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer, across=kept.across), step)
             self._renew_checks()
-        elif self._watched and not comm.is_solo:
+        elif self.watched and not comm.is_solo:
             self.reducer = self._make_reducer(wiring=wiring)
             self._renew_checks()
         self._guard()
@@ -594,8 +593,8 @@ class Replica:
             and self.settings.guard
         ):
             the_guard.watch_remote_steps()  # if RPC was not there yet when the module was replicated
-        if module_watch.changes != self._changes and self._trains_here():
-            self._look_again()
+        if self._following.has_news and self._trains_here():
+            self._following.look_again()
 
     def _on_forward_failed(self, error: BaseException) -> None:
         """Tell the others that no backward is going to follow. Called by a hook of the module."""
@@ -616,54 +615,6 @@ class Replica:
             and torch.is_grad_enabled()
             and not engine_watch.inside()
         )
-
-    def _look_again(self, leaves: Callable[[], set[int]] | None = None) -> None:
-        """Watch the parameters that the module has now. What is new starts as rank 0's.
-
-        With ``leaves``, of a backward, only if that is one of this module: other ranks may leave it out.
-        """
-        if module_watch.changes != self._changes:
-            with interrupts:
-                self._watch_anew(leaves)
-
-    def _watch_anew(self, leaves: Callable[[], set[int]] | None) -> None:
-        module, reducer = self._module(), self.reducer
-        if module is None or reducer is None:
-            return
-        changes = module_watch.changes
-        watched = self._watched_now(module)
-        if not all(isinstance(p, nn.Parameter) and p.is_leaf for _, p in watched):
-            return  # something stands in for the parameters, for this forward: the backward is going to look
-        if [id(p) for _, p in watched] == [id(p) for p in reducer.parameters]:
-            self._changes = changes
-            return
-        if leaves is not None and not _is_of(leaves(), watched, reducer.parameters):
-            return
-        tensors = tensors_in(module, self.settings.left_out)
-        check_sharding(tensors, lambda: self.comm.ranks, is_chosen=self.settings.is_group_chosen)
-        # Not noted before all ranks have agreed: if one of them fails, it is looked for again.
-        new: list[torch.Tensor] = [
-            parameter.detach()
-            for parameter in reducer.rewatch(watched, wishes_for(module, watched, self.settings))
-        ]
-        self._changes, self._watched = changes, watched
-        reducer.set_across(self._link_across(None))
-        if self._low_precision is not None:
-            self._low_precision.attach_anew(self.settings.left_out)
-        before = set(self._buffer_names)
-        self._buffer_names = names_of(module)
-        self.buffers = BufferSync(module, self.comm, self.settings.buffers, self.settings.left_out, self.due)
-        reducer.set_buffers(self.buffers)
-        own = self.settings.own(module)
-        new += [b for name, b in module.named_buffers() if name not in before and name not in own]
-        if self.settings.take_state and new:
-            finish_broadcast(start_broadcast(new, self.comm))
-
-    def _watched_now(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return what a module has now and does not leave to others, and what others leave to it."""
-        watched = self.sharing.own(watched_in(module, self.settings.left_out))
-        known, entrusted = {id(p) for _, p in watched}, self.sharing.entrusted()
-        return watched + [(name, p) for name, p in self._watched if id(p) in entrusted - known]
 
     def _on_forward(self, when: Policy) -> None:
         """Make the buffers equal that are due. Called by a hook of the module, around its forward.
@@ -708,9 +659,9 @@ class Replica:
 
     def _detach(self) -> nn.Module | None:
         registry.remove(self)
-        if self._low_precision is not None:
-            self._low_precision.remove()
-            self._low_precision = None
+        if self.low_precision is not None:
+            self.low_precision.remove()
+            self.low_precision = None
         while self._forward_handles:
             self._forward_handles.pop().remove()
         if self.reducer is not None:
@@ -741,26 +692,7 @@ class Replica:
 
     def parameters(self) -> Sequence[torch.Tensor]:
         """Return the parameters that are watched."""
-        return self.reducer.parameters if self.reducer else [parameter for _, parameter in self._watched]
-
-
-def _is_of(leaves: set[int], now: Sequence[tuple[str, Any]], before: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a backward is one of the parameters that a module has now.
-
-    It may be one of those that it had before, whose forward has run already, or of none.
-    """
-    present = {id(parameter) for _, parameter in now}
-    known = {id(parameter) for parameter in before}
-    if leaves.isdisjoint(known - present):
-        return not leaves.isdisjoint(present)
-    new = [name for name, parameter in now if id(parameter) in leaves - known]
-    if new:
-        raise RuntimeError(
-            f"the module was given other parameters ({name_some(new)}) in place of some that this backward "
-            "reaches as well, so that not all of them can be reduced. Run the backwards of all forwards "
-            "before parameters are replaced"
-        )
-    return False
+        return self.reducer.parameters if self.reducer else [parameter for _, parameter in self.watched]
 
 
 def replica(module: nn.Module) -> Replica:
