@@ -116,7 +116,8 @@ def test_a_model_that_was_cast_after_replicate_does_not_step_silently(rank: int)
     model(torch.full((2, 4), rank + 1.0, dtype=torch.float64)).sum().backward()
 
     with pytest.raises(
-        paceline.UnsyncedGradients, match="weight, bias.*cast or moved after the model was replicated"
+        paceline.UnsyncedGradients,
+        match="weight, bias.*cast or moved after the model was replicated",
     ):
         optimizer.step()
 

@@ -443,7 +443,7 @@ def test_the_process_that_owns_the_parameters_refuses_a_step_from_elsewhere(
     with workers(rank, 3, tmp_path):
         if rank < 2:
             serve("inner", paceline.replicate(layer(1), group=replicas))
-            paceline.replica(served["inner"]).reducer.sync = False  # as inside no_sync()
+            paceline.replica(served["inner"]).reducer.around.sync = False  # as inside no_sync()
         dist.barrier()
         if rank == 2:
             references = [

@@ -232,13 +232,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         ``no_sync()``.
         """
         reducers = self._replica.reducers_in_use() if self._replica else []
-        return reducers[-1].sync if reducers else self._sync_by_default
+        return reducers[-1].around.sync if reducers else self._sync_by_default
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._sync_by_default = bool(value)
         for reducer in self._replica.reducers_in_use() if self._replica else ():
-            reducer.sync = bool(value)
+            reducer.around.sync = bool(value)
 
     # ---- training --------------------------------------------------------------------------------
 

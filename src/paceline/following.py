@@ -1,4 +1,5 @@
-"""Follows a replicated module that gets other parameters: layers that are added, or replaced, after wrapping.
+"""Follows a replicated module that gets other parameters: layers that are added or replaced after wrapping,
+and parameters that are swapped in place, as ``load_state_dict()`` does where torch is asked to.
 
 Looked for before a reduced backward, and before a forward that one is to follow. All ranks have to change the
 module at the same point; what is new starts as rank 0's.
@@ -49,13 +50,13 @@ class Following:
 
     def __init__(self, owner: Owner, module: nn.Module) -> None:
         self._owner = owner
-        self._changes = module_watch.changes
+        self._state = module_watch.state
         self._buffer_names = names_of(module)
 
     @property
     def has_news(self) -> bool:
         """Whether some module of this process has changed since."""
-        return module_watch.changes != self._changes
+        return module_watch.state != self._state
 
     def look_again(self, leaves: Callable[[], set[int]] | None = None) -> None:
         """Watch the parameters that the module has now.
@@ -70,12 +71,13 @@ class Following:
         owner, module, reducer = self._owner, self._owner.module, self._owner.reducer
         if module is None or reducer is None:
             return
-        changes = module_watch.changes
+        state, (_, swaps) = module_watch.state, self._state
         watched = self._watched_now(module)
         if not all(isinstance(p, nn.Parameter) and p.is_leaf for _, p in watched):
             return  # something stands in for the parameters, for this forward: the backward is going to look
-        if [id(p) for _, p in watched] == [id(p) for p in reducer.parameters]:
-            self._changes = changes
+        are_swapped = state[1] != swaps and not reducer.hears_all
+        if not are_swapped and [id(p) for _, p in watched] == [id(p) for p in reducer.parameters]:
+            self._state = state
             return
         if leaves is not None and not _is_of(leaves(), watched, reducer.parameters):
             return
@@ -87,7 +89,7 @@ class Following:
             parameter.detach()
             for parameter in reducer.rewatch(watched, wishes_for(module, watched, settings))
         ]
-        self._changes, owner.watched = changes, watched
+        self._state, owner.watched = state, watched
         reducer.set_across(owner.link_across())
         if owner.low_precision is not None:
             owner.low_precision.attach_anew(settings.left_out)

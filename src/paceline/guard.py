@@ -170,8 +170,9 @@ def _refuse_moved(reducer: Reducer, suspects: Suspects, what: str) -> None:
     if names:
         raise UnsyncedGradients(
             f"step {reducer.step}: {what} would use gradients that were never reduced: "
-            f"{name_some(names)}. These parameters were cast or moved after the model was replicated, and "
-            "torch forgets its hooks then. Move the model first, or detach() and replicate it again.",
+            f"{name_some(names)}. These parameters were cast or moved after the model was replicated, or "
+            "swapped, and torch forgets its hooks then. Move the model first, or detach() and replicate it "
+            "again.",
             names,
         )
 

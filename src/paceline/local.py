@@ -13,6 +13,7 @@ class LocalGradients:
     def __init__(self, parameters: Sequence[torch.Tensor], ledger: Ledger) -> None:
         self._parameters = parameters
         self.indices: set[int] = set()
+        self._found: frozenset[int] = frozenset()
         self.ledger = ledger
         self._versions: list[int] = []  # when the last weighted backward had ended
         self._before: list[torch.Tensor | None] | None = None  # a backward of weight 0
@@ -23,11 +24,21 @@ class LocalGradients:
         """Whether the gradients of the present backward count: its weight is not 0."""
         return self._before is None
 
+    def note_found(self, indices: Collection[int]) -> None:
+        """Note gradients that were there at the start."""
+        self.indices.update(indices)
+        self._found = frozenset(indices)
+
+    @property
+    def are_found(self) -> bool:
+        """Whether no others have come to those that were there at the start."""
+        return self.indices <= self._found
+
     def move_to(self, parameters: Sequence[torch.Tensor]) -> None:
         """Go on with other parameters. A new one may have got a gradient already, in no_sync()."""
         known = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         kept = {index for index in self.indices if self._parameters[index].grad is not None}
-        self._parameters = parameters
+        self._parameters, self._found = parameters, frozenset()
         old = {i for i, p in enumerate(parameters) if known.get(id(p), -1) in kept}
         new = {i for i, p in enumerate(parameters) if id(p) not in known and p.grad is not None}
         self.indices = old | new

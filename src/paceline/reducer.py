@@ -5,10 +5,9 @@ local to this rank. Its parameters' hooks are in watched.py, what it does about 
 Whether a backward is reduced is decided when its first gradient arrives, by what surrounds backward().
 """
 
-import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from paceline.riders import Rider
 from paceline.shelf import NOTED, Layout, Shelf
 from paceline.stats import Stats
 from paceline.stepping import StepCount
+from paceline.surroundings import Surroundings
 from paceline.tally import BACKWARD, Outcome, ended
 from paceline.torch_private import agent_is_set, current_task
 from paceline.tree import Tree
@@ -66,14 +66,13 @@ class Reducer:
         self.name = wiring.name
         self.step = 0  # reduced backwards that were started, failed ones included
         self._changes = 0  # of the module, that all ranks have agreed on; each has counted as a step
-        self.sync = True  # no_sync() switches it off
         self.look_again: Look = _do_nothing  # at the module, before a reduced backward
         self.before_first: weakref.WeakMethod[Any] | None = None  # to be called before the first backward
         self.steps = StepCount(self.parameters)  # of optimizers
         self.last_active: Sequence[int] = range(wiring.comm.size)  # who had a batch in the last backward
-        self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
         # In a fixed order all ranks use one unit.
-        self._local = LocalGradients(self._leaves, Ledger(of_one=wiring.deterministic))
+        self._local = LocalGradients(self.leaves, Ledger(of_one=wiring.deterministic))
+        self.around = Surroundings(self, self._local.ledger)
         self._held: set[int] = set()  # parameters that autograd comes back to within one backward
         self._backward: SyncedBackward | LocalBackward | None = None
         self._handed_out: Layout | None = None  # what the present gradients lie in
@@ -99,7 +98,7 @@ class Reducer:
 
     def _watch(self) -> None:
         self.watch += 1
-        self._tree = Tree(self._leaves, self._names) if self._wiring.deterministic else None
+        self._tree = Tree(self.leaves, self._names) if self._wiring.deterministic else None
         self._watched.hear(self._on_gradient_of)
         if self._tree is not None:
             self._watched.hear_before(self._before_gradient_of)
@@ -109,7 +108,7 @@ class Reducer:
         return self._watched.names
 
     @property
-    def _leaves(self) -> Sequence[torch.Tensor]:
+    def leaves(self) -> Sequence[torch.Tensor]:
         """The tensors by which the parameters are reduced."""
         return self._watched.leaves
 
@@ -147,6 +146,10 @@ class Reducer:
 
         return before_gradient
 
+    def note_found(self, indices: Collection[int]) -> None:
+        """Hear which gradients that only this rank has were there when the module was replicated."""
+        self._local.note_found(indices)
+
     def rewatch(self, named: Sequence[Named], wishes: Wishes) -> list[torch.nn.Parameter]:
         """Watch other parameters from now on, which every rank has to do at the same point.
 
@@ -168,7 +171,7 @@ class Reducer:
         watched = Watched(named, before=self._watched)
         self._watched.let_go()
         self._watched = watched
-        self._local.move_to(self._leaves)
+        self._local.move_to(self.leaves)
         self._held.clear()
         self.steps.move_to(self.parameters)
         tree = self._tree
@@ -237,7 +240,7 @@ class Reducer:
                 backward.hurry()
         else:
             counts = self._local.counts
-            backward = LocalBackward(self._leaves, self._local.indices, self._tree, counts=counts)
+            backward = LocalBackward(self.leaves, self._local.indices, self._tree, counts=counts)
             self._backward = backward
         self._arm()
         if engine_watch.nested():
@@ -321,7 +324,7 @@ class Reducer:
     @property
     def wants_sync(self) -> bool:
         """Whether a backward started now would be reduced."""
-        return self.sync and self._micro_batches <= 1
+        return self.around.wants_sync
 
     def _arm(self) -> None:
         # A callback queued inside a nested backward would fire at the nested end; on_nested_end() queues it
@@ -386,7 +389,7 @@ class Reducer:
         self.has_closed = True
         while self._awaited:
             self._awaited.pop(0).wait()
-        self._micro_batches = max(0, self._micro_batches - 1)
+        self.around.count_backward()
 
     def _finish(self, backward: SyncedBackward) -> None:
         try:
@@ -435,7 +438,7 @@ class Reducer:
         if self._backward is not None or engine_watch.inside():
             raise RuntimeError("skip() inside a backward; call it in place of the backward of a batch")
         is_reduced = self.wants_sync
-        self._micro_batches = max(0, self._micro_batches - 1)
+        self.around.count_backward()
         if is_reduced:
             self.look_again(None)
         self._local.forget_cleared()
@@ -475,16 +478,6 @@ class Reducer:
                 raise
             self._backward = None
             return backward.active
-
-    @contextlib.contextmanager
-    def weight(self, weight: float) -> Iterator[None]:
-        """Let the gradients of the backwards inside stand for this many samples."""
-        ledger = self._local.ledger
-        before, ledger.now = ledger.now, weight
-        try:
-            yield
-        finally:
-            ledger.now = before
 
     # ---- distributed autograd --------------------------------------------------------------------
 
@@ -604,32 +597,6 @@ class Reducer:
 
     # ---- what others ask -------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
-        """Keep the gradients of the backwards inside local to this rank."""
-        before, self.sync = self.sync, self.sync and not enabled
-        try:
-            yield
-        finally:
-            self.sync = before
-
-    @contextlib.contextmanager
-    def accumulate(self, micro_batches: int) -> Iterator[None]:
-        """Reduce in the last of ``micro_batches`` backwards, or when the block ends with fewer."""
-        if self._micro_batches:
-            raise RuntimeError("accumulate() inside accumulate(): end the outer block first")
-        self._micro_batches = micro_batches
-        try:
-            yield
-        except BaseException as error:
-            due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
-            if due:
-                self.trouble.tell(error)  # the others are going to wait for this rank's share
-            raise
-        due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
-        if due:
-            self.reduce_now()
-
     def check_may_join(self) -> None:
         """Refuse a hook that cannot do without a rank's steps."""
         if not getattr(self._wiring.hook, "may_join", True):
@@ -683,22 +650,10 @@ class Reducer:
         backward = self._backward
         return backward.progress if isinstance(backward, SyncedBackward) else ""
 
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """Hold this rank to one reduced backward, or a skip(), inside; tell the others what comes of it."""
-        before = self.step - self._changes
-        try:
-            yield
-            if self.step - self._changes == before and self.wants_sync:
-                raise RuntimeError(
-                    f"step {self.step}: batch() has ended without a reduced backward. Call skip() in place "
-                    "of the backward of a batch that is left out, and step the optimizer as the other ranks "
-                    "do"
-                )
-        except BaseException as error:
-            if self.step - self._changes == before and self.wants_sync:
-                self.trouble.tell(error)
-            raise
+    @property
+    def reduced(self) -> int:
+        """How many reduced backwards there were, and batches left out."""
+        return self.step - self._changes
 
     @property
     def plan(self) -> Plan:
@@ -842,6 +797,13 @@ class Reducer:
         """Say where unsynced gradients come from, and what helps."""
         if self._is_running():
             return "The backward that computes them is still running: step after it"
+        if self.around.is_fork:
+            return "This process is a fork of a rank, whose backwards stay its own: step on the rank"
+        if self._local.are_found:
+            return (
+                "They were there before the model was replicated, and differ between the ranks: drop them "
+                "with zero_grad() before the first backward"
+            )
         return (
             "They were computed inside no_sync() or accumulate(): run one backward outside of it before the "
             "step, or drop them with zero_grad()"
@@ -859,8 +821,13 @@ class Reducer:
             suspects = (index for index in self.plan.members if index not in settled)
         return {self._names[i]: p for i in suspects if (p := self.parameters[i]).grad is not None}
 
+    @property
+    def hears_all(self) -> bool:
+        """Whether no parameter was cast, moved or swapped: torch forgets its hooks then."""
+        return self._watched.hears_all
+
     def moved(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that were cast or moved: torch forgets their hooks then."""
+        """Return the parameters that were."""
         return self._watched.moved()
 
     def close(self) -> None:

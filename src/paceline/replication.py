@@ -59,7 +59,7 @@ from paceline.settings import (
 )
 from paceline.sharded import leaf_of
 from paceline.sharing import Sharing, keepers_of
-from paceline.starting import agree_and_take_state, agree_on_hook
+from paceline.starting import agree_and_take_state, agree_on_hook, gradients_of_its_own
 from paceline.stats import Stats
 from paceline.torch_private import agent_is_set
 from paceline.trouble import Trouble, tell_all
@@ -141,6 +141,8 @@ class Replica:
             self.reducer = self._make_reducer(wiring=wiring)
             self.reducer.set_across(self.link_across(original))
             self._renew_checks()
+            if original is None:
+                self.reducer.note_found(gradients_of_its_own(self.reducer.leaves, comm))
         self._guard()
         self.is_joining = False
         self._following = Following(self, module)
@@ -198,7 +200,7 @@ class Replica:
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Keep the gradients of the backwards inside local; the next backward outside reduces their sum."""
-        return _all_of(reducer.no_sync(enabled=enabled) for reducer in self.reducers())
+        return _all_of(reducer.around.no_sync(enabled=enabled) for reducer in self.reducers())
 
     def accumulate(self, micro_batches: int) -> AbstractContextManager[None]:
         """Reduce once for several backwards: in the last of ``micro_batches``, or when the block ends early.
@@ -208,7 +210,7 @@ class Replica:
         """
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise ValueError(f"micro_batches has to be a positive number, got {micro_batches!r}")
-        return _all_of(reducer.accumulate(micro_batches) for reducer in self.reducers())
+        return _all_of(reducer.around.accumulate(micro_batches) for reducer in self.reducers())
 
     @contextmanager
     def weight(self, samples: float) -> Iterator[None]:
@@ -230,7 +232,7 @@ class Replica:
         except (TypeError, ValueError) as error:
             tell_all((reducer.trouble for reducer in reducers), error)
             raise
-        with _all_of(reducer.weight(weight) for reducer in reducers):
+        with _all_of(reducer.around.weight(weight) for reducer in reducers):
             yield
 
     def skip(self) -> None:
@@ -278,7 +280,7 @@ class Replica:
         reduced backward or a skip(), all ranks raise.
         """
         self._refuse_shared("batch()", "Leave it out")
-        return self.reducer.batch() if self.reducer else _nothing()
+        return self.reducer.around.batch() if self.reducer else _nothing()
 
     def _reducer_even_alone(self) -> Reducer | None:
         """Return the reducer; a process alone gets one, so that it does what it does among many."""

@@ -9,6 +9,7 @@ from paceline.agreement import agree_to_start, traits_of
 from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm
 from paceline.errors import name_some
+from paceline.fingerprint import read_each
 from paceline.hooks import Hook, StatefulHook
 from paceline.reducer import bind
 from paceline.settings import Settings, check_model, tensors_in
@@ -35,6 +36,21 @@ def agree_and_take_state(
     )
     if settings.take_state and comm.size > 1:
         finish_broadcast(start_broadcast(_state(module, settings.own(module)), comm))
+
+
+def gradients_of_its_own(leaves: Sequence[torch.Tensor], comm: Comm) -> set[int]:
+    """Return which gradients that are there already differ between the ranks. Every rank calls this.
+
+    Those of a replica that this one replaces, and zeros, are the same on all.
+    """
+    if comm.size == 1:
+        return set()
+    there = {index: leaf.grad for index, leaf in enumerate(leaves) if leaf.grad is not None}
+    dense = {index: gradient for index, gradient in there.items() if gradient.layout is torch.strided}
+    prints = zip(dense, read_each([gradient.detach() for gradient in dense.values()]), strict=True)
+    mine = {b"%d:%d" % told: told[0] for told in prints}
+    common = set(mine).intersection(*(frame.split(b",") for frame in comm.gather_bytes(b",".join(mine))))
+    return there.keys() - {mine[told] for told in common}
 
 
 def agree_on_hook(hook: Hook, watched: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:

@@ -24,19 +24,19 @@ class Watched:
     def __init__(self, named: Sequence[Named], before: "Watched | None" = None) -> None:
         known: dict[int, torch.Tensor] = {}
         if before is not None:
-            known = dict(zip(map(id, before.parameters), before.leaves, strict=True))
+            heard = zip(before.parameters, before.leaves, before._nodes, strict=True)
+            known = {id(p): leaf for p, leaf, node in heard if accumulator_of(p) is node}
         self.names: Sequence[str] = [name for name, _ in named]
         self.parameters: Sequence[torch.nn.Parameter] = [parameter for _, parameter in named]
         self.leaves: Sequence[torch.Tensor] = [
             known[id(p)] if id(p) in known else leaf_of(p, name) for name, p in named
         ]
-        self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
         # All are asked before every optimizer step: not as a method of each, but where some have their own.
         are_plain = all(type(leaf).data_ptr is _ADDRESS for leaf in self.leaves)
         self._address_of: Callable[[Any], int] = _ADDRESS if are_plain else methodcaller("data_ptr")
         self._addresses = list(map(self._address_of, self.leaves))
         # The nodes are kept because the hooks live and die with them.
-        self._nodes = [accumulator_of(parameter) for parameter in self.parameters]
+        self._nodes: Sequence[Any] = [accumulator_of(parameter) for parameter in self.parameters]
         self.by_node: Mapping[Any, int] = {node: index for index, node in enumerate(self._nodes)}
         self._handles: list[Any] = []
 
@@ -66,12 +66,20 @@ class Watched:
         """Whether all parameters are where they were: who is cast or moved gets another address."""
         return list(map(self._address_of, self.leaves)) == self._addresses
 
+    @property
+    def hears_all(self) -> bool:
+        """Whether the hooks are where autograd comes by: who is cast, moved or swapped gets another node."""
+        return not self._unheard()
+
+    def _unheard(self) -> dict[str, torch.nn.Parameter]:
+        nodes = zip(self.names, self.parameters, self._nodes, strict=True)
+        return {name: p for name, p, node in nodes if accumulator_of(p) is not node}
+
     def moved(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that were cast or moved: torch forgets their hooks then."""
+        """Return the parameters that were cast, moved or swapped: torch forgets their hooks then."""
         if self.have_stayed:
             return {}
-        kinds = zip(self.names, self.parameters, self._kinds, strict=True)
-        moved = {name: p for name, p, kind in kinds if (p.dtype, p.device) != kind}
+        moved = self._unheard()
         if not moved:
             # Other memory of the same kind: the hooks are still there.
             self._addresses = list(map(self._address_of, self.leaves))

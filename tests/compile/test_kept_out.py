@@ -20,7 +20,7 @@ HARMLESS = {
     "hosts", "interrupts",
     "landing", "link_faults", "loaders", "local", "memory", "module_hooks", "nested", "own_hooks",
     "places", "plan", "planner", "quiet", "remote", "reports", "retrace", "riders", "sparse", "stats",
-    "stepping", "tally", "torch_collectives", "tree", "unread", "weights", "wiring",
+    "stepping", "surroundings", "tally", "torch_collectives", "tree", "unread", "weights", "wiring",
 }  # fmt: skip
 
 
