@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import paceline
 from paceline.testing import ranks
+from tests.sharding import mesh_of
 
 
 def built() -> nn.Module:
@@ -96,3 +98,38 @@ def test_sums_in_a_fixed_order_start_without_them(rank: int) -> None:
 
     with pytest.raises(paceline.UnsyncedGradients, match="were there before"):
         stepper(model).step()
+
+
+@ranks(2)
+def test_the_parts_of_a_sharded_gradient_from_before(rank: int) -> None:
+    mesh = mesh_of(dp=2, tp=1)
+    model = nn.Linear(4, 4)
+    for name, parameter in list(model.named_parameters()):
+        model.register_parameter(
+            name, nn.Parameter(distribute_tensor(parameter.data, mesh["tp"], [Shard(0)]))
+        )
+    inputs = DTensor.from_local(torch.full((3, 4), 1.0 + rank), mesh["tp"], [Replicate()])
+    model(inputs).to_local().sum().backward()
+    paceline.replicate(model, mesh=mesh["dp"])
+    with pytest.raises(paceline.UnsyncedGradients, match="were there before"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model(inputs).to_local().sum().backward()
+    torch.testing.assert_close(model.weight.grad.to_local(), torch.full((4, 4), 9.0))
+
+
+@ranks(4)
+def test_a_sharded_gradient_from_before_that_has_not_been_summed_up(rank: int) -> None:
+    mesh = mesh_of(dp=2, tp=2)
+    model = nn.Linear(4, 4, bias=False)
+    model.register_parameter(
+        "weight", nn.Parameter(distribute_tensor(model.weight.data, mesh["tp"], [Replicate()]))
+    )
+    inputs = DTensor.from_local(torch.full((3, 4), 1.0 + rank // 2), mesh["tp"], [Shard(0)])
+    model(inputs).to_local().sum().backward()  # partial: each rank has its own rows
+    paceline.replicate(model, mesh=mesh["dp"])
+    with pytest.raises(paceline.UnsyncedGradients, match="were there before"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    model(inputs).to_local().sum().backward()
+
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((4, 4), 18.0))

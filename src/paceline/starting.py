@@ -13,7 +13,7 @@ from paceline.fingerprint import read_each
 from paceline.hooks import Hook, StatefulHook
 from paceline.reducer import bind
 from paceline.settings import Settings, check_model, tensors_in
-from paceline.sharded import check_sharding, leaf_of
+from paceline.sharded import check_sharding, leaf_of, local_parts, owner_of
 from paceline.sharing import Holder, check_keepers, keepers_of, traits_of_sharing
 
 
@@ -45,10 +45,11 @@ def gradients_of_its_own(leaves: Sequence[torch.Tensor], comm: Comm) -> set[int]
     """
     if comm.size == 1:
         return set()
-    there = {index: leaf.grad for index, leaf in enumerate(leaves) if leaf.grad is not None}
+    gradients = [owner_of(leaf).grad for leaf in leaves]
+    there = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
     dense = {index: gradient for index, gradient in there.items() if gradient.layout is torch.strided}
-    prints = zip(dense, read_each([gradient.detach() for gradient in dense.values()]), strict=True)
-    mine = {b"%d:%d" % told: told[0] for told in prints}
+    parts = local_parts([gradient.detach() for gradient in dense.values()])
+    mine = {b"%d:%d" % told: told[0] for told in zip(dense, read_each(parts), strict=True)}
     common = set(mine).intersection(*(frame.split(b",") for frame in comm.gather_bytes(b",".join(mine))))
     return there.keys() - {mine[told] for told in common}
 
