@@ -119,10 +119,20 @@ def test_runs_cover_the_slots_of_a_bucket_in_order(specs: list[Spec], caps: Caps
 
 
 @given(specs(), caps)
-def test_small_slots_lie_behind_the_large_ones(specs: list[Spec], caps: Caps) -> None:
-    for bucket in plan_buckets(specs, caps).buckets:
+def test_on_a_cpu_small_slots_lie_behind_the_large_ones(specs: list[Spec], caps: Caps) -> None:
+    on_cpu = [bucket for bucket in plan_buckets(specs, caps).buckets if bucket.device.type == "cpu"]
+    for bucket in on_cpu:
         small = [specs[slot.parameter].nbytes < SMALL_NBYTES for slot in bucket.slots]
         assert small == sorted(small)
+
+
+def test_on_a_gpu_slots_lie_in_the_order_of_arrival_whatever_their_size() -> None:
+    sizes, device = [SMALL_NBYTES // 8, SMALL_NBYTES, SMALL_NBYTES // 4], torch.device("cuda", 0)
+    specs = [Spec(f"p{n}", (n,), torch.float32, device, (1,)) for n in sizes]
+
+    (bucket,) = plan_buckets(specs, Caps.of_sizes(25), order=[0, 1, 2]).buckets
+
+    assert [slot.parameter for slot in bucket.slots] == [0, 1, 2]
 
 
 @given(specs(), caps, st.data())

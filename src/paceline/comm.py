@@ -18,7 +18,7 @@ from paceline.errors import PeerLost, PeerTimeout, first_line
 from paceline.memory import Pages
 from paceline.places import here
 from paceline.python_groups import PythonGroup, is_python
-from paceline.torch_private import backend_of, counters_of, timeout_of
+from paceline.torch_private import backend_of, counters_of, is_registered, timeout_of
 from paceline.waiting import LOOK_PAUSE, STALL_SECONDS, Patience, Waiter, Waiting
 
 LINGER = timedelta(seconds=0.1)
@@ -104,6 +104,7 @@ class Comm(ABC):
     size: int
     divisor: int  # what a mean divides by: the ranks that take part
     is_solo = False  # no other process, ever
+    is_over = False  # nothing can be sent any more, because this process has ended it
     seconds: float  # how long a rank may keep the others waiting
     stall_seconds: float = STALL_SECONDS  # when to say that one does
 
@@ -232,6 +233,7 @@ class GroupComm(Comm):
         self.seconds = timeout_of(group, self.working_device)
         self.patience = Patience(self.rank, self.size, self.seconds)
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
+        self._is_registered = is_registered(group)  # not those that somebody has put together by hand
         self._counters = counters_of(group)
         self._pages: dict[tuple[int, torch.dtype], Pages] = {}
         self._sum_options = _options(dist.ReduceOp.SUM)
@@ -243,6 +245,10 @@ class GroupComm(Comm):
 
     def waits(self, waiter: Waiter | None) -> None:
         self.patience.waiter = waiter
+
+    @property
+    def is_over(self) -> bool:  # type: ignore[override]
+        return self._is_registered and not is_registered(self.group)
 
     @property
     def ranks(self) -> Sequence[int]:

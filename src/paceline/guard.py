@@ -132,6 +132,8 @@ def check_gradients(reducer: Reducer, what: str, optimizer: torch.optim.Optimize
     moved = reducer.moved()
     if moved:
         _refuse_moved(reducer, _of(optimizer, moved), what)
+    if orphaned := reducer.orphaned():
+        _refuse_orphans(reducer, _of(optimizer, orphaned), what)
     if not reducer.all_agreed:
         _refuse_local(reducer, _of(optimizer, reducer.unsynced()), what)
 
@@ -173,6 +175,18 @@ def _refuse_moved(reducer: Reducer, suspects: Suspects, what: str) -> None:
             f"{name_some(names)}. These parameters were cast or moved after the model was replicated, or "
             "swapped, and torch forgets its hooks then. Move the model first, or detach() and replicate it "
             "again.",
+            names,
+        )
+
+
+def _refuse_orphans(reducer: Reducer, suspects: Suspects, what: str) -> None:
+    names = [name for name, p in suspects.items() if has_anything([p.grad])]
+    if names:
+        raise UnsyncedGradients(
+            f"step {reducer.step}: {what} would use gradients that only this rank has: "
+            f"{name_some(names)}. These parameters were taken out of the module after it was replicated, so "
+            "that nobody reduces them any more. Call replicate() for what holds them now, or take them out "
+            "of the optimizer.",
             names,
         )
 

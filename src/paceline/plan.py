@@ -278,9 +278,10 @@ def _cut(specs: Sequence[Spec], caps: Caps, order: Sequence[int]) -> Iterator[li
 
 
 def _bucket(index: int, specs: Sequence[Spec], parameters: Sequence[int]) -> Bucket:
-    """Lay slots end to end: the small ones behind the large ones, and equal shapes side by side."""
+    """Lay slots end to end: equal shapes side by side, and on a CPU the small ones behind the large ones."""
     shapes = {shape: i for i, shape in enumerate(dict.fromkeys(_form(specs[p]) for p in parameters))}
-    parameters = sorted(parameters, key=lambda p: (specs[p].nbytes < SMALL_NBYTES, shapes[_form(specs[p])]))
+    small = SMALL_NBYTES if specs[parameters[0]].device.type == "cpu" else 0
+    parameters = sorted(parameters, key=lambda p: (specs[p].nbytes < small, shapes[_form(specs[p])]))
     ends = [0, *accumulate(specs[parameter].numel for parameter in parameters)]
     slots = (Slot(p, start, end - start) for p, (start, end) in zip(parameters, pairwise(ends), strict=True))
     first = specs[parameters[0]]

@@ -30,6 +30,7 @@ from paceline.frames import Kind, Opening
 from paceline.hooks import Hook, StatefulHook, name_of
 from paceline.interrupts import interrupts
 from paceline.local import LocalGradients
+from paceline.orphans import Orphan, adopt
 from paceline.pass_gate import PassGate
 from paceline.passes import Pass, Passes, Stage, who_of
 from paceline.places import here
@@ -88,6 +89,7 @@ class Reducer:
             self._watched.named_leaves, caps, wishes or Wishes(), wiring.hook, self.recorder
         )
         self._caps = caps
+        self._orphans: list[Orphan] = []  # were watched once
         self.watch = 0  # counts how often other parameters were watched
         self._watch()
         self._place = here()
@@ -98,6 +100,7 @@ class Reducer:
 
     def _watch(self) -> None:
         self.watch += 1
+        adopt(self._watched.parameters)
         self._tree = Tree(self.leaves, self._names) if self._wiring.deterministic else None
         self._watched.hear(self._on_gradient_of)
         if self._tree is not None:
@@ -157,6 +160,7 @@ class Reducer:
         rank has failed, or has not changed, nothing is changed here.
         """
         before, wishes_before = list(self.named()), self._planner.first_wishes
+        local = set(self._local.indices)
         self._watch_others(named, wishes)
         try:
             self._agree_on_change()
@@ -164,6 +168,12 @@ class Reducer:
             self._watch_others(before, wishes_before)
             raise
         known = {id(parameter) for _, parameter in before}
+        present = {id(parameter) for parameter in self.parameters}
+        self._orphans += [
+            Orphan(name, parameter, is_touched=index in local)
+            for index, (name, parameter) in enumerate(before)
+            if id(parameter) not in present
+        ]
         return [parameter for parameter in self.parameters if id(parameter) not in known]
 
     def _watch_others(self, named: Sequence[Named], wishes: Wishes) -> None:
@@ -324,7 +334,7 @@ class Reducer:
     @property
     def wants_sync(self) -> bool:
         """Whether a backward started now would be reduced."""
-        return self.around.wants_sync
+        return self.around.wants_sync and not self._wiring.comm.is_over
 
     def _arm(self) -> None:
         # A callback queued inside a nested backward would fire at the nested end; on_nested_end() queues it
@@ -791,7 +801,8 @@ class Reducer:
             and not self._local.indices
             and current_task() == -1
             and self._watched.have_stayed
-        )
+            and not any(orphan.is_touched for orphan in self._orphans)
+        ) or self._wiring.comm.is_over  # there are no other ranks any more
 
     def why_unsynced(self) -> str:
         """Say where unsynced gradients come from, and what helps."""
@@ -830,8 +841,14 @@ class Reducer:
         """Return the parameters that were."""
         return self._watched.moved()
 
+    def orphaned(self) -> dict[str, torch.Tensor]:
+        """Return parameters that were taken out of the module, and have got gradients since."""
+        return {each.name: found for each in self._orphans if (found := each.suspect) is not None}
+
     def close(self) -> None:
         """Take every hook off again."""
+        for orphan in self._orphans:
+            orphan.end()
         engine_watch.remove(self)
         pass_watch.remove(self.gate)
         engine_watch.forget(self.gate)

@@ -133,12 +133,11 @@ class Replica:
         self.buffers = BufferSync(module, comm, settings.buffers, settings.left_out, self.due)
         if original is None and settings.take_state:
             self.buffers.note_equal()
-        self._make_reducer = functools.partial(Reducer, watched, caps=settings.caps, wishes=wishes)
+        self._wishes = wishes
         self.reducer: Reducer | None = None
         self._schedule: auditing.Schedule | None = None
         if self._is_of_use and (settings.deterministic or settings.check_finite or not comm.is_solo):
-            wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
-            self.reducer = self._make_reducer(wiring=wiring)
+            self.reducer = self._make_reducer()
             self.reducer.set_across(self.link_across(original))
             self._renew_checks()
             if original is None:
@@ -285,11 +284,29 @@ class Replica:
     def _reducer_even_alone(self) -> Reducer | None:
         """Return the reducer; a process alone gets one, so that it does what it does among many."""
         if self.reducer is None and self._is_of_use:
-            self.reducer = self._make_reducer(
-                wiring=_wiring(self.name, self.comm, self.settings, self.buffers, self._model)
-            )
+            self.reducer = self._make_reducer()
             self._renew_checks()
         return self.reducer
+
+    def _make_reducer(self) -> Reducer:
+        return Reducer(self.watched, self._wiring(), self.settings.caps, self._wishes)
+
+    def _wiring(self) -> Wiring:
+        """Return what its backwards are to work with."""
+        several, settings = self.size > 1, self.settings
+        return Wiring(
+            self.name,
+            self.comm,
+            control_over(self.comm),
+            settings.hook,
+            settings.unused,
+            self.buffers if several else None,
+            settings.skip_unused,
+            deterministic=settings.deterministic,
+            riders=_riders(settings) if several else (),
+            model=self._model,
+            may_use_differ=settings.may_use_differ,
+        )
 
     def reducers(self) -> list[Reducer]:
         """Return the reducers of all its parameters: those of its keepers, and its own."""
@@ -480,17 +497,15 @@ class Replica:
         self.name = control.new_name()
         self.buffers = BufferSync(module, comm, self.settings.buffers, self.settings.left_out, self.due)
         caps = self.settings.caps.among(is_local=control.is_local)
-        self.settings = dataclasses.replace(self.settings, caps=caps)
-        settings = dataclasses.replace(self.settings, hook=self.hook)
-        wiring = _wiring(self.name, comm, settings, self.buffers, self._model)
-        self._make_reducer = functools.partial(self._make_reducer, caps=caps)
+        self.settings = dataclasses.replace(self.settings, caps=caps, hook=self.hook)
         if self.reducer is not None:
             self.reducer.set_caps(caps)
             kept = self.reducer.wiring
-            self.reducer.rewire(dataclasses.replace(wiring, consumer=kept.consumer, across=kept.across), step)
+            wiring = dataclasses.replace(self._wiring(), consumer=kept.consumer, across=kept.across)
+            self.reducer.rewire(wiring, step)
             self._renew_checks()
         elif self.watched and not comm.is_solo:
-            self.reducer = self._make_reducer(wiring=wiring)
+            self.reducer = self._make_reducer()
             self._renew_checks()
         self._guard()
         for handle in self._forward_handles:
@@ -722,22 +737,6 @@ def comm_for(group: Any, mesh: Any, module: object) -> Comm:
     comm = comm_over(group if mesh is None else group_of_mesh(mesh), device)
     preflight(comm, module, "" if mesh is None else name_of_mesh(mesh))
     return comm
-
-
-def _wiring(name: bytes, comm: Comm, settings: Settings, buffers: BufferSync, model: str) -> Wiring:
-    return Wiring(
-        name,
-        comm,
-        control_over(comm),
-        settings.hook,
-        settings.unused,
-        None if comm.size == 1 else buffers,
-        settings.skip_unused,
-        deterministic=settings.deterministic,
-        riders=_riders(settings) if comm.size > 1 else (),
-        model=model,
-        may_use_differ=settings.may_use_differ,
-    )
 
 
 def _riders(settings: Settings) -> list[Rider]:

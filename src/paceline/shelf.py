@@ -71,8 +71,9 @@ class Shelf:
         self.parameters = [parameters[index] for index in self.indices]
         self.names = [plan.specs[index].name for index in self.indices]
         self.on_cpu = bucket.device.type == "cpu"
-        # The plan puts the small slots of a bucket behind the large ones.
-        self.large = sum(slot.numel * bucket.dtype.itemsize >= SMALL_NBYTES for slot in bucket.slots)
+        # On a CPU the plan puts the small slots of a bucket behind the large ones.
+        small = SMALL_NBYTES if self.on_cpu else 0
+        self.large = sum(slot.numel * bucket.dtype.itemsize >= small for slot in bucket.slots)
         self.large_numel = sum(slot.numel for slot in bucket.slots[: self.large])
         self.is_plain = all(parameter.is_contiguous() for parameter in self.parameters)
         self._runs = plan.runs(bucket)

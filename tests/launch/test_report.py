@@ -52,6 +52,7 @@ def test_an_echo_is_the_cause_when_there_is_no_other():
 def test_a_signal_is_named_and_becomes_a_shells_exit_code():
     assert describe(-11) == "killed by SIGSEGV"
     assert "ran out of memory" in describe(-9)
+    assert describe(-9, stopped=True) == "killed by SIGKILL, as it had not ended by itself"
     assert exit_code([failed(1, -9)]) == 137
 
 

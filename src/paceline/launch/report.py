@@ -52,13 +52,16 @@ def exit_code(endings: Sequence[Ending]) -> int:
     return first.code if first.code > 0 else 128 - first.code
 
 
-def describe(code: int) -> str:
-    """Say how a process ended."""
+def describe(code: int, *, stopped: bool = False) -> str:
+    """Say how a process ended; ``stopped`` if the launcher had told it to."""
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    hint = " (if nobody did that by hand, the machine ran out of memory)" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
+    if name != "SIGKILL":
+        return f"killed by {name}"
+    if stopped:
+        return "killed by SIGKILL, as it had not ended by itself"
+    return "killed by SIGKILL (if nobody did that by hand, the machine ran out of memory)"
 
 
 def failure_report(endings: Sequence[Ending], size: int) -> list[str]:
@@ -82,7 +85,7 @@ def failure_report(endings: Sequence[Ending], size: int) -> list[str]:
 def interrupt_report(name: str, endings: Sequence[Ending]) -> list[str]:
     """Tell how the ranks of a run ended that was told to."""
     in_order = sorted(endings, key=lambda ending: ending.rank)
-    each = ", ".join(f"rank {ending.rank}: {describe(ending.code)}" for ending in in_order)
+    each = ", ".join(f"rank {e.rank}: {describe(e.code, stopped=e.stopped)}" for e in in_order)
     return [f"{name} was passed on to the ranks; {each}"]
 
 
