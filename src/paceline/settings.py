@@ -197,7 +197,7 @@ def watched_in(module: nn.Module, left_out: frozenset[str]) -> list[tuple[str, n
     ]
 
 
-class _Shapeless(ValueError, RuntimeError):
+class UninitializedParameters(ValueError, RuntimeError):
     """A bad argument, as everywhere here; torch's class raises a RuntimeError, with such words."""
 
 
@@ -207,7 +207,7 @@ def check_model(module: nn.Module, settings: Settings) -> None:
     tensors = tensors_in(module, settings.left_out)
     lazy = [name for name, t in tensors if isinstance(t, UninitializedParameter | UninitializedBuffer)]
     if lazy:
-        raise _Shapeless(
+        raise UninitializedParameters(
             f"Modules with uninitialized parameters can't be replicated: {name_some(lazy)} have no shape "
             "yet; run one forward through the model first"
         )
