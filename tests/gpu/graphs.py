@@ -1,6 +1,6 @@
 """CUDA graphs around replicated models, on one GPU: ``PYTHONPATH=src python3 tests/gpu/graphs.py``.
 
-A world of one over NCCL: a recorded step that is replayed with other data gives the weights of plain ones, and
+A world of one over NCCL: a recorded step that is replayed with other data gives the weights of plain ones;
 so do parts that were recorded by make_graphed_callables().
 """
 
