@@ -140,8 +140,9 @@ class Replica:
             self.reducer = self._make_reducer()
             self.reducer.set_across(self.link_across(original))
             self._renew_checks()
-            if original is None:
-                self.reducer.note_found(gradients_of_its_own(self.reducer.leaves, comm))
+            if original is None and comm.size > 1:
+                tell = functools.partial(self.reducer.exchange, b"gradients")
+                self.reducer.note_found(gradients_of_its_own(self.reducer.leaves, tell))
         self._guard()
         self.is_joining = False
         self._following = Following(self, module)

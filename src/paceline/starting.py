@@ -1,6 +1,6 @@
 """The start of a replica: what all ranks check together, before anything is attached."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
@@ -38,19 +38,20 @@ def agree_and_take_state(
         finish_broadcast(start_broadcast(_state(module, settings.own(module)), comm))
 
 
-def gradients_of_its_own(leaves: Sequence[torch.Tensor], comm: Comm) -> set[int]:
+def gradients_of_its_own(
+    leaves: Sequence[torch.Tensor], tell: Callable[[bytes], Sequence[bytes]]
+) -> set[int]:
     """Return which gradients that are there already differ between the ranks. Every rank calls this.
 
-    Those of a replica that this one replaces, and zeros, are the same on all.
+    Those of a replica that this one replaces, and zeros, are the same on all. ``tell`` tells every rank
+    something, and returns what all have told.
     """
-    if comm.size == 1:
-        return set()
     gradients = [owner_of(leaf).grad for leaf in leaves]
     there = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
     dense = {index: gradient for index, gradient in there.items() if gradient.layout is torch.strided}
     parts = local_parts([gradient.detach() for gradient in dense.values()])
     mine = {b"%d:%d" % told: told[0] for told in zip(dense, read_each(parts), strict=True)}
-    common = set(mine).intersection(*(frame.split(b",") for frame in comm.gather_bytes(b",".join(mine))))
+    common = set(mine).intersection(*(frame.split(b",") for frame in tell(b",".join(mine))))
     return there.keys() - {mine[told] for told in common}
 
 

@@ -13,6 +13,20 @@ from paceline.trouble import Trouble
 from paceline.weights import Ledger
 
 
+class _Forks:
+    """Counts from how many forks this process has come. A number, as traced code does not ask the system."""
+
+    count = 0
+
+    def note(self) -> None:
+        """Hear that this is a new process. Called in the child."""
+        self.count += 1
+
+
+_forks = _Forks()
+os.register_at_fork(after_in_child=_forks.note)
+
+
 class Engine(Protocol):
     """What reduces the gradients of a replica, as far as the blocks around its backwards are concerned."""
 
@@ -32,7 +46,7 @@ class Surroundings:
         self._engine: Engine = weakref.proxy(engine)
         self._ledger = ledger
         self.sync = True  # no_sync() switches it off
-        self._process = os.getpid()
+        self._forks = _forks.count
         self._micro_batches = 0  # of accumulate(): backwards to come, the reduced one included
 
     @property
@@ -43,7 +57,7 @@ class Surroundings:
     @property
     def is_fork(self) -> bool:
         """Whether this is a child of the rank's process: a worker that loads data, say. It is no rank."""
-        return os.getpid() != self._process
+        return _forks.count != self._forks
 
     def count_backward(self) -> None:
         """Note that a backward has been run, or left out."""

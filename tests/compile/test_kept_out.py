@@ -19,8 +19,8 @@ HARMLESS = {
     "clocks", "collective_log", "crossings", "errors", "fake_tensors", "fingerprint", "frames", "hooks",
     "hosts", "interrupts",
     "landing", "link_faults", "loaders", "local", "memory", "module_hooks", "nested", "own_hooks",
-    "places", "plan", "planner", "quiet", "remote", "reports", "retrace", "riders", "sparse", "stats",
-    "stepping", "surroundings", "tally", "torch_collectives", "tree", "unread", "weights", "wiring",
+    "orphans", "places", "plan", "planner", "quiet", "remote", "reports", "retrace", "riders", "sparse",
+    "stats", "stepping", "surroundings", "tally", "torch_collectives", "tree", "unread", "weights", "wiring",
 }  # fmt: skip
 
 
