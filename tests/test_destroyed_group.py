@@ -29,13 +29,25 @@ def test_one_rank_goes_on_alone(rank: int, wrap) -> None:
 
 
 @ranks(2)
-def test_a_group_beside_the_one_that_is_destroyed_goes_on(rank: int) -> None:
-    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    models = [paceline.replicate(nn.Linear(2, 2), group=group) for group in (first, second)]
-    dist.destroy_process_group(first)
+def test_blocks_around_a_backward_and_clipping_wait_for_nobody_either(rank: int) -> None:
+    model = paceline.replicate(nn.Linear(2, 2))
+    dist.destroy_process_group()
 
-    for model in models:
-        model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    if rank == 0:
+        with paceline.accumulate(model, 3):
+            model(torch.ones(1, 2)).sum().backward()
+        with paceline.batch(model):
+            model(torch.ones(1, 2)).sum().backward()
+        paceline.replica(model).clip_grad_norm_(1.0)
+        with paceline.join(model):
+            model(torch.ones(1, 2)).sum().backward()
 
-    assert models[0].weight.grad.tolist() == [[1.0 + rank] * 2] * 2  # its own
-    assert models[1].weight.grad.tolist() == [[1.5] * 2] * 2
+
+@ranks(2)
+def test_one_group_that_is_destroyed_among_others_is_not_the_end(rank: int) -> None:
+    model = paceline.replicate(nn.Linear(2, 2), group=(group := dist.new_group([0, 1])))
+    dist.destroy_process_group(group)
+
+    model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+
+    assert model.weight.grad.tolist() == [[1.5] * 2] * 2

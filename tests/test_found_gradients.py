@@ -81,6 +81,30 @@ def test_zeros_may_be_stepped_on_and_what_one_rank_alone_has_may_not(rank: int) 
 
 
 @ranks(2)
+def test_the_same_rows_in_another_order_are_not_the_same(rank: int) -> None:
+    table = nn.Embedding(4, 2)
+    table(torch.tensor([rank])).sum().backward()
+    paceline.replicate(table)
+
+    with pytest.raises(paceline.UnsyncedGradients, match="were there before"):
+        stepper(table).step()
+
+
+@ranks(2)
+def test_gradients_of_no_sync_are_not_taken_for_those_from_before(rank: int) -> None:
+    model = built()
+    model(share(rank)).sum().backward()
+    paceline.replicate(model)
+    model(share(rank)).sum().backward()
+    model.zero_grad()
+    with paceline.no_sync(model):
+        model(share(rank)).sum().backward()
+
+    with pytest.raises(paceline.UnsyncedGradients, match="inside no_sync"):
+        stepper(model).step()
+
+
+@ranks(2)
 def test_a_sparse_gradient_from_before(rank: int) -> None:
     table = nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([rank])).sum().backward()

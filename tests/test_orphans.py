@@ -111,6 +111,60 @@ def test_one_that_is_frozen_when_it_leaves_and_unfrozen_later(rank: int) -> None
 
 
 @ranks(2)
+def test_two_of_one_name_are_told_apart(rank: int) -> None:
+    model, heads = paceline.replicate(built()), []
+    for _ in range(2):
+        heads.append(model[2])
+        model[2] = nn.Linear(4, 2)
+        model(share(rank)).sum().backward()
+    for head in heads:
+        head(share(rank)).sum().backward()
+
+    for head in heads:
+        with pytest.raises(paceline.UnsyncedGradients, match="2.weight, 2.bias"):
+            torch.optim.SGD(head.parameters(), lr=0.1).step()
+
+
+@ranks(2)
+def test_a_layer_that_moves_to_another_replica_is_reduced_there(rank: int) -> None:
+    one, other = paceline.replicate(built()), paceline.replicate(built())
+    head = take_head_out(one)
+    other[2] = head
+    other(share(rank)).sum().backward()
+    one(share(rank)).sum().backward()
+    other(share(rank)).sum().backward()
+
+    torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1).step()
+
+
+@ranks(2)
+def test_one_whose_return_fails_is_still_known(rank: int) -> None:
+    model = paceline.replicate(built())
+    head = take_head_out(model)
+    model(share(rank)).sum().backward()
+    if rank == 0:
+        model[2] = head
+    with pytest.raises(paceline.RanksDisagree):
+        model(share(rank)).sum().backward()
+    model[2] = nn.Identity()
+    model.zero_grad()
+
+    head(model(share(rank))).sum().backward()
+    with pytest.raises(paceline.UnsyncedGradients, match="2.weight"):
+        torch.optim.SGD(head.parameters(), lr=0.1).step()
+
+
+@ranks(2)
+def test_one_can_be_swapped_and_others_clipped(rank: int) -> None:
+    model = paceline.replicate(built())
+    head = take_head_out(model)
+    head(model(share(rank))).sum().backward()
+    paceline.replica(model).clip_grad_norm_(1.0)
+
+    torch.utils.swap_tensors(head.weight, nn.Parameter(torch.zeros(2, 4)))
+
+
+@ranks(2)
 def test_nothing_holds_them(rank: int) -> None:
     model = paceline.replicate(built())
     model(share(rank)).sum().backward()

@@ -350,3 +350,25 @@ def test_what_nobody_can_reach_any_more_holds_no_parameters(rank: int) -> None:
 
     assert body.weight.grad is not None
     torch.testing.assert_close(other.module[1].bias.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("wrap", [paceline.replicate, paceline.DistributedDataParallel])
+@ranks(2)
+def test_a_model_that_is_let_go_of_is_freed_without_the_collector_of_garbage(rank: int, wrap) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Linear(2, 2)
+        seen, wrapped = weakref.ref(model.weight), wrap(model)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        del model, wrapped
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_a_replica_may_be_detached_inside_of_its_blocks(rank: int) -> None:
+    model = paceline.replicate(nn.Linear(2, 2))
+    with paceline.accumulate(model, 2):
+        paceline.replica(model).detach()

@@ -120,6 +120,43 @@ def test_what_is_swapped_on_one_rank_only_is_heard_of_on_all(rank: int) -> None:
 
 
 @ranks(2)
+def test_not_even_where_the_memory_is_the_same(rank: int) -> None:
+    model = paceline.replicate(built())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stay(model)
+    with paceline.no_sync(model):
+        model(batch()).sum().backward()
+
+    with pytest.raises(paceline.UnsyncedGradients, match="cast or moved"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_gradients_of_swapped_parameters_from_no_sync_are_reduced_even_if_no_more_come(rank: int) -> None:
+    model = paceline.replicate(built())
+    swap(model)
+    with paceline.no_sync(model):
+        model(batch() + rank).sum().backward()
+    model[2](torch.ones(1, 3)).sum().backward()
+
+    for parameter in model.parameters():
+        theirs = [torch.empty_like(parameter) for _ in range(2)]
+        torch.distributed.all_gather(theirs, parameter.grad)
+        torch.testing.assert_close(*theirs)
+
+
+def test_after_a_check_swaps_are_still_noticed_and_in_a_check_on_every_rank() -> None:
+    def cast() -> None:
+        model = paceline.replicate(built())
+        swap(model)
+        step(model, batch())
+
+    paceline.check(cast, ranks=4)
+
+    assert hasattr(torch.utils.swap_tensors, "__wrapped__")
+
+
+@ranks(2)
 def test_gradients_that_nobody_heard_of_are_not_stepped_on(rank: int) -> None:
     model = paceline.replicate(built())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ from paceline.errors import PeerLost, PeerTimeout, first_line
 from paceline.memory import Pages
 from paceline.places import here
 from paceline.python_groups import PythonGroup, is_python
-from paceline.torch_private import backend_of, counters_of, is_registered, timeout_of
+from paceline.torch_private import backend_of, counters_of, timeout_of
 from paceline.waiting import LOOK_PAUSE, STALL_SECONDS, Patience, Waiter, Waiting
 
 LINGER = timedelta(seconds=0.1)
@@ -233,7 +233,7 @@ class GroupComm(Comm):
         self.seconds = timeout_of(group, self.working_device)
         self.patience = Patience(self.rank, self.size, self.seconds)
         self._mean_is_native = {"cuda": backend_of(group, "cuda") == "nccl"}
-        self._is_registered = is_registered(group)  # not those that somebody has put together by hand
+        self._is_torchs = dist.is_initialized()  # and not put together by hand
         self._counters = counters_of(group)
         self._pages: dict[tuple[int, torch.dtype], Pages] = {}
         self._sum_options = _options(dist.ReduceOp.SUM)
@@ -248,7 +248,7 @@ class GroupComm(Comm):
 
     @property
     def is_over(self) -> bool:  # type: ignore[override]
-        return self._is_registered and not is_registered(self.group)
+        return self._is_torchs and not dist.is_initialized()
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.call_site import frames_from, users_line, users_words
 from paceline.unread import Unread
+from paceline.watches.modules import module_watch
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -201,6 +202,7 @@ def exchange_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     torch's way refuses tensors that something has a weak reference to, which may be torch itself here.
     """
     one.data, other.data = other.data, one.data
+    module_watch.swaps += 1
 
 
 # ---- operators -----------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from paceline.frames import Kind, Opening
 from paceline.places import Place, working_at
 from paceline.registry import registry
 from paceline.torch_collectives import described, known_group
+from paceline.watches.modules import module_watch
 
 MACHINE_RANKS = 8  # ranks of one machine, as LOCAL_RANK has it
 
@@ -318,6 +319,7 @@ def _kept(rank: int, size: int) -> Iterator[None]:
 @contextmanager
 def _stand_ins(seat: Seat) -> Iterator[None]:
     """Let pass what a script does around its group and its GPU, and hear of new groups."""
+    module_watch.start()  # not to wrap what stands in
     stands_in: list[tuple[Any, str, Any]] = [
         *((module, name, _passing()) for module in (dist, c10d) for name in _JOINING),
         *((torch.cuda, name, _passing()) for name in ("set_device", "synchronize", "empty_cache")),

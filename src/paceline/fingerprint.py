@@ -95,9 +95,25 @@ class Prints:
         return [number for part in self._parts for number in part.tolist()]
 
 
+@torch.no_grad()
+def _ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number in which the order of the bytes counts, too. It takes eight times their memory."""
+    words = _bytes_of(tensor).to(torch.int64) + 1
+    factors = torch.arange(1, 2 * len(words), 2, device=words.device) * 0x9E3779B97F4A7C1
+    return (words * (factors ^ (factors >> 29))).sum()
+
+
+def read_in_order(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a number for each tensor in which the order of its elements counts. Waits for the device."""
+    return _read([_ordered(tensor) for tensor in tensors])
+
+
 def read_each(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the fingerprint of each tensor. Waits for the device."""
-    prints = [fingerprint(tensor) for tensor in tensors]
+    return _read([fingerprint(tensor) for tensor in tensors])
+
+
+def _read(prints: Sequence[torch.Tensor]) -> list[int]:
     numbers = [0] * len(prints)
     for device in {each.device for each in prints}:
         places = [place for place, each in enumerate(prints) if each.device == device]

@@ -2,9 +2,10 @@
 and parameters that are swapped in place, as ``load_state_dict()`` does where torch is asked to.
 
 Looked for before a reduced backward, and before a forward that one is to follow. All ranks have to change the
-module at the same point; what is new starts as rank 0's.
+module at the same point; what is new starts as rank 0's, and what is swapped stays what it is.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class Following:
     """What a module was when it was looked at last."""
 
     def __init__(self, owner: Owner, module: nn.Module) -> None:
-        self._owner = owner
+        self._owner = weakref.ref(owner)
         self._state = module_watch.state
         self._buffer_names = names_of(module)
 
@@ -68,11 +69,11 @@ class Following:
                 self._watch_anew(leaves)
 
     def _watch_anew(self, leaves: Callable[[], set[int]] | None) -> None:
-        owner, module, reducer = self._owner, self._owner.module, self._owner.reducer
-        if module is None or reducer is None:
+        owner = self._owner()
+        if owner is None or (module := owner.module) is None or (reducer := owner.reducer) is None:
             return
         state, (_, swaps) = module_watch.state, self._state
-        watched = self._watched_now(module)
+        watched = _watched_now(owner, module)
         if not all(isinstance(p, nn.Parameter) and p.is_leaf for _, p in watched):
             return  # something stands in for the parameters, for this forward: the backward is going to look
         are_swapped = state[1] != swaps and not reducer.hears_all
@@ -93,13 +94,13 @@ class Following:
         reducer.set_across(owner.link_across())
         if owner.low_precision is not None:
             owner.low_precision.attach_anew(settings.left_out)
-        new += self._follow_buffers(module)
+        new += self._follow_buffers(owner, module)
         if settings.take_state and new:
             finish_broadcast(start_broadcast(new, comm))
 
-    def _follow_buffers(self, module: nn.Module) -> list[torch.Tensor]:
+    def _follow_buffers(self, owner: Owner, module: nn.Module) -> list[torch.Tensor]:
         """Keep the buffers equal that the module has now; return new ones."""
-        owner, settings = self._owner, self._owner.settings
+        settings = owner.settings
         before = set(self._buffer_names)
         self._buffer_names = names_of(module)
         owner.buffers = BufferSync(module, owner.comm, settings.buffers, settings.left_out, owner.due)
@@ -108,12 +109,12 @@ class Following:
         own = settings.own(module)
         return [b for name, b in module.named_buffers() if name not in before and name not in own]
 
-    def _watched_now(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return what a module has now and does not leave to others, and what others leave to it."""
-        owner = self._owner
-        watched = owner.sharing.own(watched_in(module, owner.settings.left_out))
-        known, entrusted = {id(p) for _, p in watched}, owner.sharing.entrusted()
-        return watched + [(name, p) for name, p in owner.watched if id(p) in entrusted - known]
+
+def _watched_now(owner: Owner, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return what a module has now and does not leave to others, and what others leave to it."""
+    watched = owner.sharing.own(watched_in(module, owner.settings.left_out))
+    known, entrusted = {id(p) for _, p in watched}, owner.sharing.entrusted()
+    return watched + [(name, p) for name, p in owner.watched if id(p) in entrusted - known]
 
 
 def _is_of(leaves: set[int], now: Sequence[tuple[str, Any]], before: Sequence[torch.Tensor]) -> bool:

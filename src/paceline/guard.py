@@ -13,9 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.errors import UnsyncedGradients, name_some
 from paceline.local import has_anything
+from paceline.orphans import Orphan
 from paceline.places import Sentry
 from paceline.reducer import Reducer
 from paceline.torch_private import agent_is_set, put_first
+from paceline.watched import is_heard
 from paceline.watches.remote_steps import check_remote_steps
 
 Suspects = Mapping[str, torch.Tensor]
@@ -132,8 +134,8 @@ def check_gradients(reducer: Reducer, what: str, optimizer: torch.optim.Optimize
     moved = reducer.moved()
     if moved:
         _refuse_moved(reducer, _of(optimizer, moved), what)
-    if orphaned := reducer.orphaned():
-        _refuse_orphans(reducer, _of(optimizer, orphaned), what)
+    if optimizer is not None and (orphans := reducer.orphans):
+        _refuse_orphans(reducer, orphans, optimizer)
     if not reducer.all_agreed:
         _refuse_local(reducer, _of(optimizer, reducer.unsynced()), what)
 
@@ -179,11 +181,19 @@ def _refuse_moved(reducer: Reducer, suspects: Suspects, what: str) -> None:
         )
 
 
-def _refuse_orphans(reducer: Reducer, suspects: Suspects, what: str) -> None:
-    names = [name for name, p in suspects.items() if has_anything([p.grad])]
+def _refuse_orphans(
+    reducer: Reducer, orphans: Mapping[int, Orphan], optimizer: torch.optim.Optimizer
+) -> None:
+    names = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in orphans):
+        orphan = orphans[id(parameter)]
+        if is_heard(parameter) or not has_anything([parameter.grad]):
+            orphan.forget()
+        else:
+            names.append(orphan.name)
     if names:
         raise UnsyncedGradients(
-            f"step {reducer.step}: {what} would use gradients that only this rank has: "
+            f"step {reducer.step}: optimizer.step() would use gradients that only this rank has: "
             f"{name_some(names)}. These parameters were taken out of the module after it was replicated, so "
             "that nobody reduces them any more. Call replicate() for what holds them now, or take them out "
             "of the optimizer.",

@@ -29,6 +29,10 @@ class LocalGradients:
         self.indices.update(indices)
         self._found = frozenset(indices)
 
+    def note_strangers(self, indices: Iterable[int]) -> None:
+        """Note parameters of whose gradients nobody has heard for some time."""
+        self.indices.update(index for index in indices if self._parameters[index].grad is not None)
+
     @property
     def are_found(self) -> bool:
         """Whether no others have come to those that were there at the start."""
@@ -84,6 +88,7 @@ class LocalGradients:
         if not self.indices and self.ledger.now is None:
             self.ledger.clear()
         is_alone = is_reduced and self.ledger.total is None
+        self._found = frozenset()  # others come to them now
         self.ledger.add()
         if self._is_on_top and self.ledger.now and not is_alone:
             raise ValueError(

@@ -1,58 +1,58 @@
 """Parameters that were taken out of a replicated module: nobody reduces them any more. They may be trained.
 
-Nothing is held here: the hook that hears of their gradients lives with the parameter.
+An orphan holds neither the parameter nor a weak reference to it, with which torch would not swap it. Its ear,
+which hears of gradients, lives and dies with the parameter.
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+
+
+class _Ear:
+    """Hears that a parameter has got a gradient. Called by autograd's thread."""
+
+    def __init__(self, *, is_touched: bool) -> None:
+        self.is_touched = is_touched
+
+    def __call__(self, _parameter: torch.Tensor) -> None:
+        self.is_touched = True
 
 
 class Orphan:
-    """One of them. ``is_touched``: it has got a gradient that no replica knows of."""
+    """One of them. ``is_touched``: it has got a gradient that no replica may know of."""
 
     def __init__(self, name: str, parameter: Any, *, is_touched: bool) -> None:
         self.name = name
-        self.is_touched = is_touched
-        self._parameter = weakref.ref(parameter)
+        self.key = id(parameter)  # as long as it lives
+        ear = _Ear(is_touched=is_touched)
         frozen = not parameter.requires_grad  # it may be unfrozen later
         if frozen:
             parameter.requires_grad_(True)
         try:
-            self._handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._handle = parameter.register_post_accumulate_grad_hook(ear)
         finally:
             if frozen:
                 parameter.requires_grad_(False)
-        _orphans[parameter] = self
-
-    def _on_gradient(self, _parameter: torch.Tensor) -> None:
-        """Hear that it has got a gradient. Called by autograd's thread."""
-        self.is_touched = True
+        self._ear = weakref.ref(ear)
 
     @property
-    def suspect(self) -> torch.Tensor | None:
-        """The parameter, if it has such a gradient now."""
-        parameter = self._parameter()
-        if parameter is None or parameter.grad is None:
-            self.is_touched = False
-        return parameter if self.is_touched else None
+    def is_alive(self) -> bool:
+        """Whether the parameter is still there."""
+        return self._ear() is not None
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether it has got a gradient since it was looked at last."""
+        ear = self._ear()
+        return ear is not None and ear.is_touched
+
+    def forget(self) -> None:
+        """Note that its gradient is gone, or has been reduced after all."""
+        if (ear := self._ear()) is not None:
+            ear.is_touched = False
 
     def end(self) -> None:
-        """Take the hook off: somebody looks after it again, or nobody has to."""
+        """Take the hook off."""
         self._handle.remove()
-        self.is_touched = False
-
-
-_orphans: Any = WeakIdKeyDictionary()  # by their parameters
-
-
-def adopt(parameters: Iterable[torch.Tensor]) -> None:
-    """Note that some replica reduces these from now on."""
-    if len(_orphans):
-        for parameter in parameters:
-            orphan = _orphans.pop(parameter, None)
-            if orphan is not None:
-                orphan.end()

@@ -30,7 +30,7 @@ from paceline.frames import Kind, Opening
 from paceline.hooks import Hook, StatefulHook, name_of
 from paceline.interrupts import interrupts
 from paceline.local import LocalGradients
-from paceline.orphans import Orphan, adopt
+from paceline.orphans import Orphan
 from paceline.pass_gate import PassGate
 from paceline.passes import Pass, Passes, Stage, who_of
 from paceline.places import here
@@ -100,7 +100,6 @@ class Reducer:
 
     def _watch(self) -> None:
         self.watch += 1
-        adopt(self._watched.parameters)
         self._tree = Tree(self.leaves, self._names) if self._wiring.deterministic else None
         self._watched.hear(self._on_gradient_of)
         if self._tree is not None:
@@ -161,6 +160,7 @@ class Reducer:
         """
         before, wishes_before = list(self.named()), self._planner.first_wishes
         local = set(self._local.indices)
+        swapped = {id(parameter) for parameter in self._watched.unheard().values()}
         self._watch_others(named, wishes)
         try:
             self._agree_on_change()
@@ -169,11 +169,15 @@ class Reducer:
             raise
         known = {id(parameter) for _, parameter in before}
         present = {id(parameter) for parameter in self.parameters}
+        self._orphans = [orphan for orphan in self._orphans if orphan.is_alive]
         self._orphans += [
             Orphan(name, parameter, is_touched=index in local)
             for index, (name, parameter) in enumerate(before)
             if id(parameter) not in present
         ]
+        self._local.note_strangers(
+            index for index, parameter in enumerate(self.parameters) if id(parameter) in swapped
+        )
         return [parameter for parameter in self.parameters if id(parameter) not in known]
 
     def _watch_others(self, named: Sequence[Named], wishes: Wishes) -> None:
@@ -297,6 +301,8 @@ class Reducer:
         backward.knows_of_others = self.care.is_crossed
         # While a failure is told, gradients of a pass may come on another thread.
         backward.is_pass = is_pass or (bool(failure) and agent_is_set())
+        if backward.is_pass:
+            backward.expected = {}  # before another thread sees it
         self._backward = backward
         with self.trouble:
             backward.open(
@@ -334,7 +340,7 @@ class Reducer:
     @property
     def wants_sync(self) -> bool:
         """Whether a backward started now would be reduced."""
-        return self.around.wants_sync and not self._wiring.comm.is_over
+        return self.around.wants_sync
 
     def _arm(self) -> None:
         # A callback queued inside a nested backward would fire at the nested end; on_nested_end() queues it
@@ -475,6 +481,8 @@ class Reducer:
 
         Returns these ranks; none, when all have run out.
         """
+        if self._wiring.comm.is_over:
+            return ()
         with interrupts:
             try:
                 backward = self.start_synced(Kind.JOINED)
@@ -791,7 +799,8 @@ class Reducer:
     @property
     def all_agreed(self) -> bool:
         """Whether no gradient is local to this rank."""
-        return self._backward is None and not self._local.indices and not engine_watch.inside()
+        is_agreed = self._backward is None and not self._local.indices and not engine_watch.inside()
+        return is_agreed or self._wiring.comm.is_over
 
     @property
     def is_settled(self) -> bool:
@@ -841,9 +850,10 @@ class Reducer:
         """Return the parameters that were."""
         return self._watched.moved()
 
-    def orphaned(self) -> dict[str, torch.Tensor]:
-        """Return parameters that were taken out of the module, and have got gradients since."""
-        return {each.name: found for each in self._orphans if (found := each.suspect) is not None}
+    @property
+    def orphans(self) -> dict[int, Orphan]:
+        """The parameters that were taken out of the module and have got gradients since, by identity."""
+        return {orphan.key: orphan for orphan in self._orphans if orphan.is_touched}
 
     def close(self) -> None:
         """Take every hook off again."""

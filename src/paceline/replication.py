@@ -134,21 +134,18 @@ class Replica:
         if original is None and settings.take_state:
             self.buffers.note_equal()
         self._wishes = wishes
+        self._following = Following(self, module)
         self.reducer: Reducer | None = None
         self._schedule: auditing.Schedule | None = None
         if self._is_of_use and (settings.deterministic or settings.check_finite or not comm.is_solo):
             self.reducer = self._make_reducer()
             self.reducer.set_across(self.link_across(original))
             self._renew_checks()
-            if original is None and comm.size > 1:
-                tell = functools.partial(self.reducer.exchange, b"gradients")
-                self.reducer.note_found(gradients_of_its_own(self.reducer.leaves, tell))
+            if original is None:
+                self._note_found(self.reducer)
         self._guard()
         self.is_joining = False
-        self._following = Following(self, module)
         self._forward_began_at = 0  # the step at which the last forward began
-        if self.reducer is not None:
-            self.reducer.look_again = self._following.look_again
         self._forward_handles = self._watch_forward(module)
         registry.add(module, self)
         weakref.finalize(module, self.end).atexit = False
@@ -290,7 +287,15 @@ class Replica:
         return self.reducer
 
     def _make_reducer(self) -> Reducer:
-        return Reducer(self.watched, self._wiring(), self.settings.caps, self._wishes)
+        reducer = Reducer(self.watched, self._wiring(), self.settings.caps, self._wishes)
+        reducer.look_again = self._following.look_again
+        return reducer
+
+    def _note_found(self, reducer: Reducer) -> None:
+        """Tell gradients that are there already, and are this rank's own. Every rank does so."""
+        if self.size > 1:
+            tell = functools.partial(reducer.exchange, b"gradients")
+            reducer.note_found(gradients_of_its_own(reducer.leaves, tell))
 
     def _wiring(self) -> Wiring:
         """Return what its backwards are to work with."""
@@ -508,6 +513,7 @@ class Replica:
         elif self.watched and not comm.is_solo:
             self.reducer = self._make_reducer()
             self._renew_checks()
+            self._note_found(self.reducer)
         self._guard()
         for handle in self._forward_handles:
             handle.remove()
@@ -562,6 +568,8 @@ class Replica:
 
     def copy_state(self, source: int) -> None:
         """Take one rank's state, where all ranks have made the same backwards. Every rank calls this."""
+        if self.comm.is_over:
+            return
         with interrupts:
             self.take_parameters(source)
             if self.size > 1:

@@ -9,7 +9,7 @@ from paceline.agreement import agree_to_start, traits_of
 from paceline.buffers import finish_broadcast, start_broadcast
 from paceline.comm import Comm
 from paceline.errors import name_some
-from paceline.fingerprint import read_each
+from paceline.fingerprint import read_in_order
 from paceline.hooks import Hook, StatefulHook
 from paceline.reducer import bind
 from paceline.settings import Settings, check_model, tensors_in
@@ -49,8 +49,11 @@ def gradients_of_its_own(
     gradients = [owner_of(leaf).grad for leaf in leaves]
     there = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
     dense = {index: gradient for index, gradient in there.items() if gradient.layout is torch.strided}
-    parts = local_parts([gradient.detach() for gradient in dense.values()])
-    mine = {b"%d:%d" % told: told[0] for told in zip(dense, read_each(parts), strict=True)}
+    try:
+        parts = local_parts([gradient.detach() for gradient in dense.values()])
+        mine = {b"%d:%d" % told: told[0] for told in zip(dense, read_in_order(parts), strict=True)}
+    except (RuntimeError, TypeError):  # of a kind that cannot be compared: the others wait to hear so
+        mine = {}
     common = set(mine).intersection(*(frame.split(b",") for frame in tell(b",".join(mine))))
     return there.keys() - {mine[told] for told in common}
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from paceline.trouble import Trouble
 from paceline.weights import Ledger
+from paceline.wiring import Wiring
 
 
 class _Forks:
@@ -34,6 +35,9 @@ class Engine(Protocol):
     trouble: Trouble
 
     @property
+    def wiring(self) -> Wiring: ...
+
+    @property
     def reduced(self) -> int: ...
 
     def reduce_now(self) -> None: ...
@@ -43,7 +47,7 @@ class Surroundings:
     """The blocks that this rank's backwards are in."""
 
     def __init__(self, engine: Engine, ledger: Ledger) -> None:
-        self._engine: Engine = weakref.proxy(engine)
+        self._engine = weakref.ref(engine)
         self._ledger = ledger
         self.sync = True  # no_sync() switches it off
         self._forks = _forks.count
@@ -52,12 +56,18 @@ class Surroundings:
     @property
     def wants_sync(self) -> bool:
         """Whether a backward started now would be reduced."""
-        return self.sync and self._micro_batches <= 1 and not self.is_fork
+        return self.sync and self._micro_batches <= 1 and not self._is_cut_off
 
     @property
     def is_fork(self) -> bool:
         """Whether this is a child of the rank's process: a worker that loads data, say. It is no rank."""
         return _forks.count != self._forks
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether there are no other ranks, for this process."""
+        engine = self._engine()
+        return self.is_fork or (engine is not None and engine.wiring.comm.is_over)
 
     def count_backward(self) -> None:
         """Note that a backward has been run, or left out."""
@@ -75,6 +85,7 @@ class Surroundings:
     @contextlib.contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:
         """Reduce in the last of ``micro_batches`` backwards, or when the block ends with fewer."""
+        engine = self._held()
         if self._micro_batches:
             raise RuntimeError("accumulate() inside accumulate(): end the outer block first")
         self._micro_batches = micro_batches
@@ -82,15 +93,21 @@ class Surroundings:
             yield
         except BaseException as error:
             if self._ends_early():
-                self._engine.trouble.tell(error)  # the others are going to wait for this rank's share
+                engine.trouble.tell(error)  # the others are going to wait for this rank's share
             raise
         if self._ends_early():
-            self._engine.reduce_now()
+            engine.reduce_now()
+
+    def _held(self) -> Engine:
+        """Return the engine, to be held for the length of a block."""
+        engine = self._engine()
+        assert engine is not None  # it owns this
+        return engine
 
     def _ends_early(self) -> bool:
         """End accumulate(); tell whether its reduced backward has not been run."""
         is_due, self._micro_batches = self._micro_batches > 0 and self.sync, 0
-        return is_due and not self.is_fork
+        return is_due and not self._is_cut_off
 
     @contextlib.contextmanager
     def weight(self, weight: float) -> Iterator[None]:
@@ -104,7 +121,7 @@ class Surroundings:
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Hold this rank to one reduced backward, or a skip(), inside; tell the others what comes of it."""
-        engine = self._engine
+        engine = self._held()
         before = engine.reduced
         try:
             yield

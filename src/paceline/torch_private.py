@@ -12,7 +12,6 @@ Seen on torch 2.11 (Python 3.12, CUDA) and 2.13 (Python 3.11, CPU):
     torch._chunk_cat                           many tensors into one, on a GPU by one kernel for any number
     ProcessGroup._get_backend, its options._timeout
     ProcessGroup._get_sequence_number_for_group
-    distributed_c10d._world.pg_map             the process groups that there are
     ProcessGroup.get_group_store, distributed_c10d._get_process_group_store
     torch.autograd._unsafe_preserve_version_counter, torch._C.Future
     torch.nn.utils.clip_grad._clip_grads_with_norm_   what clip_grad_norm_ ends in, with the parameters
@@ -334,11 +333,6 @@ def backend_of(group: Any, device: str) -> str | None:
         return str(group._get_backend(torch.device(device)).name())
     except RuntimeError:
         return None
-
-
-def is_registered(group: Any) -> bool:
-    """Tell whether torch knows a process group: it has made it, and it has not been destroyed since."""
-    return group in torch.distributed.distributed_c10d._world.pg_map
 
 
 def timeout_of(group: Any, device: torch.device) -> float:

@@ -4,6 +4,7 @@ A hook sits on the autograd node that writes ``.grad``. Frozen parameters are wa
 later, its first gradient has to be noticed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from paceline.sharded import Part, leaf_of
 from paceline.torch_private import accumulator_of
+from paceline.watches.modules import module_watch
 
 Named = tuple[str, torch.nn.Parameter]
 Hook = Callable[[Any, Any], None]  # called with what came into a node, and with what it made of it
@@ -31,6 +33,8 @@ class Watched:
         self.leaves: Sequence[torch.Tensor] = [
             known[id(p)] if id(p) in known else leaf_of(p, name) for name, p in named
         ]
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
+        self._swaps = module_watch.swaps
         # All are asked before every optimizer step: not as a method of each, but where some have their own.
         are_plain = all(type(leaf).data_ptr is _ADDRESS for leaf in self.leaves)
         self._address_of: Callable[[Any], int] = _ADDRESS if are_plain else methodcaller("data_ptr")
@@ -42,6 +46,7 @@ class Watched:
 
     def hear(self, hook_of: Callable[[int], Hook]) -> None:
         """Have a hook of each parameter called when its gradient has been written."""
+        _listeners.update(map(id, self.parameters))
         for index, (node, leaf) in enumerate(zip(self._nodes, self.leaves, strict=True)):
             hook = _settling(leaf, hook_of(index)) if isinstance(leaf, Part) else hook_of(index)
             self._handles.append(node.register_hook(hook))
@@ -52,6 +57,8 @@ class Watched:
 
     def let_go(self) -> None:
         """Take every hook off."""
+        if self._handles:
+            _listeners.subtract(map(id, self.parameters))
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self.by_node = [], [], {}
@@ -63,15 +70,18 @@ class Watched:
 
     @property
     def have_stayed(self) -> bool:
-        """Whether all parameters are where they were: who is cast or moved gets another address."""
-        return list(map(self._address_of, self.leaves)) == self._addresses
+        """Whether all are where they were: who is cast or moved gets another address; swaps are counted."""
+        return (
+            self._swaps == module_watch.swaps and list(map(self._address_of, self.leaves)) == self._addresses
+        )
 
     @property
     def hears_all(self) -> bool:
         """Whether the hooks are where autograd comes by: who is cast, moved or swapped gets another node."""
-        return not self._unheard()
+        return not self.unheard()
 
-    def _unheard(self) -> dict[str, torch.nn.Parameter]:
+    def unheard(self) -> dict[str, torch.nn.Parameter]:
+        """Return the others. It takes some microseconds for each parameter."""
         nodes = zip(self.names, self.parameters, self._nodes, strict=True)
         return {name: p for name, p, node in nodes if accumulator_of(p) is not node}
 
@@ -79,11 +89,22 @@ class Watched:
         """Return the parameters that were cast, moved or swapped: torch forgets their hooks then."""
         if self.have_stayed:
             return {}
-        moved = self._unheard()
+        kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
+        moved = self.unheard() if kinds != self._kinds or self._swaps != module_watch.swaps else {}
         if not moved:
             # Other memory of the same kind: the hooks are still there.
             self._addresses = list(map(self._address_of, self.leaves))
+            self._swaps = module_watch.swaps
         return moved
+
+
+# How many replicas hear of a parameter's gradients, by its identity; they hold it as long as they do.
+_listeners: Counter[int] = Counter()
+
+
+def is_heard(parameter: torch.Tensor) -> bool:
+    """Tell whether any replica hears of a parameter's gradients."""
+    return _listeners[id(parameter)] > 0
 
 
 def _settling(leaf: Part, hook: Hook) -> Hook:
