@@ -13,19 +13,26 @@ import torch
 from paceline.torch_private import flatten
 
 WORD_NBYTES = 8
+MIXING = 0x9E3779B97F4A7C1  # odd, and without a pattern
 SMALL_NBYTES = 64 * 1024  # below this, an operator for each tensor costs more than a copy
 
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's bytes, as one number on its device."""
+    words, rest = _words_of(tensor)
+    total = words.sum()
+    return total + rest.sum() if rest.numel() else total
+
+
+def _words_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor's memory as words, and the bytes that are left."""
     raw = _bytes_of(tensor)
     whole = raw.numel() - raw.numel() % WORD_NBYTES
     words, rest = raw[:whole], raw[whole:]
     if words.data_ptr() % WORD_NBYTES or words.storage_offset() % WORD_NBYTES:
         words = words.clone()
-    total = words.view(torch.int64).sum()
-    return total + rest.sum() if rest.numel() else total
+    return words.view(torch.int64), rest
 
 
 def fingerprint_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -97,14 +104,18 @@ class Prints:
 
 @torch.no_grad()
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number in which the order of the bytes counts, too. It takes eight times their memory."""
-    words = _bytes_of(tensor).to(torch.int64) + 1
-    factors = torch.arange(1, 2 * len(words), 2, device=words.device) * 0x9E3779B97F4A7C1
-    return (words * (factors ^ (factors >> 29))).sum()
+    """Return a number in which it counts where each word is: every place has an odd factor of its own."""
+    words, rest = _words_of(tensor)
+    words = torch.cat([words, rest.to(torch.int64)])
+    factors = (2 * torch.arange(len(words), device=words.device) + 1) * MIXING
+    return words.mul_(factors).sum()
 
 
 def read_in_order(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a number for each tensor in which the order of its elements counts. Waits for the device."""
+    """Return a number for each tensor in which the order of its elements counts, too. Waits for the device.
+
+    The sum does for bits that flip, but not for gradients: two ranks may have the same rows in other places.
+    """
     return _read([_ordered(tensor) for tensor in tensors])
 
 

@@ -847,7 +847,7 @@ class Reducer:
         return self._watched.hears_all
 
     def moved(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that were."""
+        """Return the parameters that were, as far as that can be told at little cost."""
         return self._watched.moved()
 
     @property

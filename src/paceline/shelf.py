@@ -294,7 +294,7 @@ class Packet:
             self.take_odd(position, hide=False)
             return
         view = (self.views or self._start())[position]
-        if self.scale == 1:
+        if self.scale == 1:  # what _put() does, without its frame
             CAT((gradient,), out=view)
         else:
             MUL(gradient, self._factor, out=view)
